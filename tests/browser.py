@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-import pytest
+from tests.system import CHROMIUM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +23,6 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-INSTALL = "no chromium in PATH: `apt-get update && apt-get install -y chromium` gives one"
 NARROW, WIDE = (390, 844), (1400, 900)
 VIEWS: list[tuple[tuple[int, int], Scheme]] = [(NARROW, "light"), (NARROW, "dark"), (WIDE, "light"), (WIDE, "dark")]
 #: A function of JavaScript that returns the contrast of an element's text with what is behind it, as WCAG 2 defines it.
@@ -53,11 +51,12 @@ CONTRAST = """
 
 @contextmanager
 def started_browser() -> Iterator[Browser]:
-    """Start Chromium; skip the test, with the command that installs it, if there is none."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        print(INSTALL)
-        pytest.skip(INSTALL)
+    """Start Chromium.
+
+    Raises:
+        NotInstalledError: There is none.
+    """
+    chromium = CHROMIUM.require()
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - only where there is a browser
 
     with sync_playwright() as playwright:

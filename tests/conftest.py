@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pkgutil
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,14 @@ from tests.stand_in import disagreement
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+pytest_plugins = ["tests.not_judged", "tests.simulated"]
+
 # Syntax trees are millions of objects without garbage; scanning them again and again takes minutes.
 gc.set_threshold(100_000, 20, 20)
+
+# A shell that starts the tests in the background lets them, and every program that they start, ignore interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Neither random seeds nor a slow machine must decide whether a change lands; `nox -s fuzz` searches with new seeds.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,11 +10,11 @@ import runpy
 import sys
 from typing import TYPE_CHECKING
 
-from tests.releases import REVIEWED
+from tests.releases import reviewed
 from transforms.pipeline import cli
 from transforms.pipeline.generate import overlay_files, write_changed
-from transforms.pipeline.package import ROOT
 from transforms.pipeline.product import compose
+from transforms.place import ROOT
 from transforms.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ def registry_of(project: str) -> Registry:
 
 def reviewed_examples() -> list[tuple[Product, tuple[str, ...]]]:
     """Return the products of the examples, alone and behind UCM's rules, each with its reviewed releases."""
+    vllm = reviewed("vllm")
     early, npu = registry_of("early_kv"), registry_of("ascend_patches")
     return [
-        (compose(early), REVIEWED[REVIEWED.index("0.14.1") :]),
+        (compose(early), vllm[vllm.index("0.14.1") :]),
         (compose(REGISTRY, early), ("0.27.1", "0.32.0")),
-        (compose(npu), REVIEWED[REVIEWED.index("0.18.0") :]),
+        (compose(npu), vllm[vllm.index("0.18.0") :]),
         (compose(REGISTRY, npu), ("0.23.0",)),
     ]
 

@@ -1,4 +1,4 @@
-"""Sessions, files and switches that the documents name exist."""
+"""Sessions, files and switches that the documents name exist, and the documents stay short."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.releases import ASCEND, REVIEWED
 from transforms.pipeline.package import group_needs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 #: The README is an overview; it links to the pages with the details.
 README_LINES = 150
+#: A page answers one question; what is more goes to pages of its own.
+PAGE_WORDS = 1800
+#: Lists that `nox -s regenerate` and `nox -s adopt -- published` write, for look-ups. They are as long as they are.
+GENERATED = {"transforms.md", "transforms_ascend.md", "ascend_rebindings.md", "releases.md"}
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 def text(name: str) -> str:
@@ -46,10 +50,25 @@ def test_the_readme_stays_a_front_door() -> None:
     assert len(text("README.md").splitlines()) < README_LINES
 
 
-def test_the_readme_counts_the_releases() -> None:
-    assert f"{len(REVIEWED)} releases ({REVIEWED[0]} to {REVIEWED[-1]})" in " ".join(text("README.md").split())
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES if name not in GENERATED)])
+def test_a_page_has_a_readers_patience(document: str) -> None:
+    assert len(text(document).split()) <= PAGE_WORDS
 
 
-def test_the_reviewed_releases_are_those_with_a_lock() -> None:
-    kept = {path.parent.name for path in (ROOT / "overlays").glob("*/lock.json")}
-    assert kept == {*(f"vllm-{release}" for release in REVIEWED), *(f"vllm-ascend-{release}" for release in ASCEND)}
+def test_only_generated_lists_are_exempt() -> None:
+    generated = {name for name in PAGES if "This page is generated from" in text(f"docs/{name}")}
+    assert generated == GENERATED
+
+
+def test_the_reading_order_has_every_page_once_and_no_generated_list() -> None:
+    nav, _, left_out = text("mkdocs.yml").partition("\nnav:")[2].partition("\nnot_in_nav: |")
+    made_by_the_site = {"settings.md", "commands.md"}
+    assert sorted(re.findall(r"([\w-]+\.md)$", nav, re.MULTILINE)) == sorted({*PAGES, *made_by_the_site} - GENERATED)
+    assert {name.lstrip("/") for name in left_out.split()} == GENERATED
+
+
+def test_nobody_is_told_to_install_our_distributions_by_name() -> None:
+    """No package index has them: whoever registered a name there would run code in our users' engines."""
+    for document in (*DOCUMENTS, *(f"docs/{name}" for name in PAGES)):
+        for command in re.findall(r"pip install ([^`\n]*)", text(document)):
+            assert [word for word in re.findall(r"[^\s'\"]+", command) if word.startswith("ucm-")] == [], document

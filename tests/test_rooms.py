@@ -24,7 +24,7 @@ ROOMS = {
     "ucm/store": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.hashing", "vllm"), ()),
     "ucm/blend.py": (("ucm.integration", "ucm.overlay", "ucm.sparse", "vllm"), ()),
     "ucm/hashing": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.store"), ()),
-    "ucm/integration/vllm/compat.py": (
+    "ucm/compat.py": (
         (
             "torch",
             "numpy",
@@ -33,8 +33,6 @@ ROOMS = {
         (),
     ),
 }
-#: The one module of `ucm.integration` that other rooms import: it imports nothing itself.
-OPEN = frozenset({"ucm.integration.vllm.compat"})
 #: Third-party packages that parts of the runtime may import, all declared in pyproject.toml. The modules that every
 #: Python start and every vLLM process imports (the finder's library, the hooks) need none.
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
@@ -56,9 +54,9 @@ LEAN = (
 )
 
 
-#: Who may ask objects for attributes by name, and how many times: only `ucm.integration.vllm.compat` asks vLLM's.
+#: Who may ask objects for attributes by name, and how many times: only `ucm.compat` asks vLLM's.
 PROBES = {
-    "ucm/integration/vllm/compat.py": 68,
+    "ucm/compat.py": 68,
     # Arbitrary values of settings, multimodal data and tensors.
     "ucm/hashing/model_identity.py": 5,
     "ucm/hashing/request_content.py": 3,
@@ -69,7 +67,7 @@ PROBES = {
     "ucm/logger.py": 2,
     "ucm/sparse": 3,
     "ucm/testing": 2,
-    "ucm/store": 7,
+    "ucm/store": 8,
     "ucm/config": 2,
     # Names that are chosen at run time: fields of metadata, hooks of a method, torch's module of a device.
     "ucm/integration/vllm": 18,
@@ -111,7 +109,7 @@ def test_a_room_imports_nothing_that_it_may_not(room: str) -> None:
     for path in found:
         lazily_allowed = room == "ucm"  # the runtime may import vLLM inside a function
         for name in imports(path, at_import_time=lazily_allowed):
-            if name in OPEN or (str(path.relative_to(ROOT)) in LOADED_BY_VLLM and name.startswith("vllm.")):
+            if str(path.relative_to(ROOT)) in LOADED_BY_VLLM and name.startswith("vllm."):
                 continue
             strangers = [f for f in forbidden if name == f or name.startswith(f"{f}.")]
             assert not strangers, f"{path.relative_to(ROOT)} imports {name}"
@@ -153,6 +151,6 @@ def test_only_compat_asks_what_a_vllm_release_has() -> None:
         most = PROBES.get(room, 0)
         assert count <= most, (
             f"{room} has {count} calls of getattr and hasattr, and may have {most}. For what only some releases of "
-            "vLLM have, write a function with a typed result in ucm/integration/vllm/compat.py; read fields of "
+            "vLLM have, write a function with a typed result in ucm/compat.py; read fields of "
             "configurations by its `optional`. For an object that is not vLLM's, raise the number in PROBES."
         )

@@ -16,9 +16,10 @@ from tests.examples import EXAMPLES, registry_of
 from transforms.ascend.registry import REGISTRY, VLLM_ASCEND
 from transforms.pipeline.build import build_overlay, make_overlay
 from transforms.pipeline.lock import check_reviewed
-from transforms.pipeline.package import BUILD, build_package, build_runtime, build_wheel
+from transforms.pipeline.package import build_package, build_runtime, build_wheel
 from transforms.pipeline.product import compose
 from transforms.pipeline.sources.open import open_sources
+from transforms.place import BUILD
 from transforms.registry import REGISTRY as VLLM_REGISTRY
 
 STAND_IN = Path(__file__).parent / "inside" / "torch_npu"

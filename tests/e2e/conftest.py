@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.shared import Shared
 from tests.e2e.tests_inside import run_inside
+from tests.system import VLLM
 
 if TYPE_CHECKING:
     from tests.e2e.prefix_runs import PrefixRuns
@@ -43,6 +44,7 @@ def release() -> str:
     wanted = os.environ.get(VARIABLE)
     if not wanted:
         pytest.skip(f"starts real vLLM engines: `nox -s e2e`, or set {VARIABLE}=0.32.0")
+    VLLM.require()
     return wanted
 
 

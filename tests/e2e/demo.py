@@ -1,73 +1,65 @@
-"""A demonstration on a real vLLM: `python -m tests.e2e.demo [RELEASE]`.
+"""A chat about a document on a real vLLM with UCM, on the CPU: `python -m tests.e2e.demo [RELEASE]`.
 
-It generates some text, starts two successive engines on one store, runs `ucm doctor --run`, and shows how to
-serve the model.
+A server computes the document's KV, another one that starts later loads it from the store. At the end it prints the
+commands to go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import json
+import shlex
+import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.e2e.bench import ttft_model
-from tests.e2e.engine import MODEL, run_engine
 from tests.e2e.environment import Environment, with_overlay
 from tests.e2e.install_vllm import ENVIRONMENTS, name_vllm
-from tests.e2e.prefix_engine import Answer, EngineFailedError, PrefixEngine, connector, posix
+from tests.e2e.prefix_engine import MODULE
+from tests.e2e.real.chat import BOAT, HANDBOOK, HIGHEST, Server, ServerFailedError, chat, curl_command, serve_command
+from tests.e2e.real.model import real_model
+from tests.ports import free_port
 from transforms.engine.errors import OverlayError
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from tests.e2e.workload import Request
+    from tests.e2e.real.chat import Reply
 
-PARAMS = {"max_tokens": 12, "temperature": 0.0}
-#: Prompts of the two engines on one store.
-LENGTHS = (512, 1024, 2048)
-#: In float32, computed and loaded KV give the same tokens.
-LARGER = {**ttft_model.ENGINE, "dtype": "float32", "kv_cache_memory_bytes": None, "max_num_batched_tokens": 2048}
-BATCH: list[Request] = [{"prompt": [5, 60, 7], "params": PARAMS}, {"prompt": list(range(3, 200)), "params": PARAMS}]
+DIRECTORY = BUILD / "demo"
+#: vLLM's usual port, for the server that the user starts.
+PORT = 8000
+#: A short chat that each server answers first, since its first request takes longer than others.
+WARM_UP = chat("Hello!", text="The station has three rules.", tokens=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install, generate and show results; return 0 on success."""
+    """Install, chat with two servers, and compare; return 0 if the answers are the same and KV was loaded."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.demo", description=__doc__)
     parser.add_argument("release", nargs="?", default="0.32.0")
     release = parser.parse_args(arguments).release
-    print(f"1. vLLM {release} for the CPU, our two wheels beside it (the first time takes minutes)", flush=True)
+    print(
+        f"1. vLLM {release} for the CPU with our two wheels, and a small model (the first time takes minutes)",
+        flush=True,
+    )
     try:
-        environment = demo_environment(release)
-    except OverlayError as error:
+        environment, model = demo_environment(release), real_model()
+        print(f"   {environment.python}\n   {model}", flush=True)
+        transfer = prepare(DIRECTORY)
+        well = show_chat(environment, model, transfer)
+    except (OverlayError, ServerFailedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"   {environment.python}\n\n2. a tiny model with random weights generates (about a minute)", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        run = run_engine(
-            environment, Path(directory), switches={"UCM_PATCH_VERBOSE": "1"}, batches={"demo": [BATCH]}, forked=False
-        )
-    if run.code:
-        print(run.log[-3000:], file=sys.stderr)
-        return 1
-    for line in run.log.splitlines():
-        if "[UCM.Patch]" in line:
-            print("   " + line.partition(",")[2].partition(" ")[2].partition(" is loaded from")[0])
-    for request, tokens in zip(BATCH, run.tokens["demo"], strict=True):
-        print(f"   {len(request['prompt'])} tokens in, out: {tokens}")
-    print("\n3. two engines on one store, the second started when the first had ended (some minutes)", flush=True)
-    try:
-        well = show_prefix_cache(environment)
-    except EngineFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print("\n4. ucm doctor --run", flush=True)
-    doctor = subprocess.run([environment.directory / "bin" / "ucm", "doctor", "--run"], check=False).returncode
-    print(f"\n5. serve it yourself:\n   {serve_command(environment)}")
-    return doctor or int(not well)
+    doctor = shlex.quote(str(environment.directory / "bin" / "ucm"))
+    for what, command in (
+        ("4. Go on: serve the model with this store,", serve_command(environment, model, transfer, PORT)),
+        ("   and ask from another terminal; `cached_tokens` were loaded:", curl_command(question(DIRECTORY), PORT)),
+        ("   Which hooks are called in which process (starts an engine):", f"{doctor} doctor --run"),
+    ):
+        print(f"\n{what}\n\n{command}")
+    return int(not well)
 
 
 def demo_environment(release: str) -> Environment:
@@ -77,40 +69,69 @@ def demo_environment(release: str) -> Environment:
     return environment
 
 
-def serve_command(environment: Environment) -> str:
-    """Return the command that serves the tiny model of the demo.
-
-    In bfloat16, vLLM 0.32.0's attention uses AMX before a layer of so small a model has asked the operating system for
-    it: the worker ends with an illegal instruction.
-    """
-    return f"{environment.python} -m vllm.entrypoints.cli.main serve {MODEL} --dtype float32"
+def question(directory: Path) -> Path:
+    """Return the file of the request that the user sends."""
+    return directory / "question.json"
 
 
-def show_prefix_cache(environment: Environment) -> bool:
-    """Print the time to first token of computed and loaded prompts; return whether the answers were the same."""
-    ttft_model.write_model(environment.python)
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        engine = {**LARGER, **connector(posix(place / "store"))}
-        cold, warm = (generate(environment, place / name, engine) for name in ("first", "second"))
-    print("   prompt     first engine   second engine     times   loaded tokens   same answer")
-    for length, one, other in zip(LENGTHS, cold, warm, strict=True):
-        computed, loaded = one.first_s or 0.0, other.first_s or 0.0
-        same = "yes" if one.tokens == other.tokens else "NO"
-        print(
-            f"   {length:6} {computed:14.3f} s {loaded:13.3f} s {computed / loaded:9.1f} {other.cached:15} {same:>13}"
-        )
-    return all(one.tokens == other.tokens and other.cached for one, other in zip(cold, warm, strict=True))
+def prepare(directory: Path) -> dict[str, object]:
+    """Write an empty store, its configuration and a request to a directory; return a ``kv_transfer_config``."""
+    shutil.rmtree(directory, ignore_errors=True)
+    store, config = directory / "store", directory / "ucm_config.yaml"
+    store.mkdir(parents=True)
+    settings = {"store": {"pipeline": "Posix", "directories": str(store), "posix_capacity": "2GiB"}}
+    config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    question(directory).write_text(json.dumps(chat(HIGHEST), indent=1) + "\n", encoding="utf-8")
+    return {
+        "kv_connector": "UCMConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": MODULE,
+        "kv_connector_extra_config": {"UCM_CONFIG_FILE": str(config)},
+    }
 
 
-def generate(environment: Environment, directory: Path, engine: dict[str, object]) -> list[Answer]:
-    """Return a new engine's answers to the prompts, run one after another."""
-    threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
-    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    with PrefixEngine(environment, directory, engine, threads, forked=False) as started:
-        started.generate([{"prompt": [5, 60, 7], "params": params}])
-        prompts = [ttft_model.prompt(length, "demo") for length in LENGTHS]
-        return [started.generate([{"prompt": prompt, "params": params}])[0] for prompt in prompts]
+def show_chat(environment: Environment, model: Path, transfer: dict[str, object]) -> bool:
+    """Chat with two servers, one after the other; return whether their answers are the same and KV was loaded."""
+    words = len(HANDBOOK.read_text(encoding="utf-8").split())
+    print(
+        f"\n2. A server with an empty store reads a handbook of {words:,} words (tests/e2e/real/handbook.txt)",
+        flush=True,
+    )
+    with Server(*started(environment, model, transfer, "first")) as server:
+        server.ask(WARM_UP)
+        computed = told(server, BOAT)
+        engine = told(server, BOAT)
+    print("\n3. That server has ended. A new one has the same store", flush=True)
+    with Server(*started(environment, model, transfer, "second")) as server:
+        server.ask(WARM_UP)
+        loaded = told(server, BOAT)
+        other = told(server, HIGHEST)
+    print(f"\n   {'':46}{'prompt':>7}{'not computed':>14}{'first token':>13}{'sooner':>10}")
+    for name, reply in {
+        "first server, computed": computed,
+        "first server, vLLM's own prefix cache": engine,
+        "second server, loaded from the store": loaded,
+        "second server, another question": other,
+    }.items():
+        sooner = "" if reply is computed else f"{computed.first_s / reply.first_s:.1f} x"
+        print(f"   {name:46}{reply.prompt:7}{reply.cached:14}{reply.first_s:11.2f} s{sooner:>10}")
+    same = computed.text == engine.text == loaded.text
+    print(f"\n   The answers to the first question are {'the same' if same else 'NOT THE SAME'}.")
+    return same and not computed.cached and loaded.cached > 0 and other.cached > 0
+
+
+def started(environment: Environment, model: Path, transfer: dict[str, object], name: str) -> tuple[str, int, Path]:
+    """Return the command, the port and the log of a server."""
+    port = free_port()
+    return serve_command(environment, model, transfer, port), port, DIRECTORY / f"{name}-server.log"
+
+
+def told(server: Server, asked: str) -> Reply:
+    """Ask, and print the answer as it comes."""
+    print(f"\n   > {asked}\n   ", end="", flush=True)
+    reply = server.ask(chat(asked), lambda piece: print(piece, end="", flush=True))
+    print(flush=True)
+    return reply
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.e2e.model import write_model
 from tests.e2e.processes import INSIDE, start
 from tests.e2e.workload import ENGINE, phases
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

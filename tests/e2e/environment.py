@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from tests.e2e.install_vllm import ENVIRONMENTS, install
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.lock import check_reviewed
-from transforms.pipeline.package import BUILD, build_package, build_runtime
+from transforms.pipeline.package import build_package, build_runtime
 from transforms.pipeline.product import UCM
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -130,8 +130,9 @@ def needs(requirements: list[str]) -> list[str]:
 def _pip(python: Path, *arguments: str, into: Path | None = None) -> None:
     """Install with one environment's pip, optionally into another environment."""
     target = ["--python", str(into / "bin" / "python")] if into else []
-    # Most of the modules are never imported; those that are, are compiled then.
-    options = ["--quiet", "--no-compile", "--disable-pip-version-check"]
+    # Most of the modules are never imported; those that are, are compiled then. That requirements of the wheel are left
+    # out is no conflict to warn of.
+    options = ["--quiet", "--no-compile", "--disable-pip-version-check", "--no-warn-conflicts"]
     command = [str(python), "-m", "pip", *target, "install", *options, *arguments]
     print("+", *command[1:], flush=True)
     subprocess.run(command, check=True)

@@ -14,6 +14,8 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tests.e2e.shared import publish
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -51,7 +53,7 @@ def write_model(directory: Path) -> Path:
         (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
         draft = directory / f"model.{os.getpid()}"
         draft.write_bytes(_safetensors(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
-        draft.rename(directory / "model.safetensors")
+        publish(draft, directory / "model.safetensors")
     return directory
 
 

@@ -22,10 +22,10 @@ from tests.e2e.environment import plain, with_overlay
 from tests.e2e.model import write_hub
 from tests.e2e.processes import INSIDE
 from transforms.engine.errors import OverlayError
-from transforms.pipeline.package import BUILD
 from transforms.pipeline.sources.cache import Cache
 from transforms.pipeline.sources.index import Index
 from transforms.pipeline.sources.open import download
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

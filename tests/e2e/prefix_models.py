@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.e2e.model import VOCABULARY, write_tokenizer
 from tests.e2e.processes import INSIDE
 from tests.e2e.shared import locked
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from pathlib import Path

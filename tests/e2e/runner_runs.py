@@ -90,7 +90,7 @@ class Scenario:
 _STORE = {"pipeline": "Posix", "directories": ["{}"]}
 _SMALL = {"token_budget": 128, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
-    "BlockTopK": {"BlockTopK": {**_SMALL, "selector": "codes"}},
+    "BlockTopK": {"BlockTopK": _SMALL},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 64}},
     "ESA": {"ESA": {"token_budget": 64, "sink_tokens": 4, "window_tokens": 64, "store": _STORE}},
     "ReRoPE": {"ReRoPE": {"window": 80}},

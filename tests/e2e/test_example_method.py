@@ -10,7 +10,8 @@ import pytest
 
 from tests.e2e.engine import run_engine
 from tests.e2e.processes import IN_PROCESS
-from transforms.pipeline.package import ROOT, build_wheel
+from transforms.pipeline.package import build_wheel
+from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

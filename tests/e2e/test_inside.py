@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE
+from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, each
 
 pytestmark = pytest.mark.e2e
 
@@ -32,6 +32,6 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", each(FILES))
 def test_with_real_objects(wrong: dict[str, str], file: str) -> None:
     assert file not in wrong, wrong[file]

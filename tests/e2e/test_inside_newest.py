@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.environment import with_triton
-from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, run_inside
+from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, each, run_inside
 
 if TYPE_CHECKING:
     from tests.e2e.scenarios import Environments
@@ -27,6 +27,7 @@ FILES = (
     f"{CONNECTOR}/test_staged_transfer.py",
     f"{CONNECTOR}/test_stuck_medium.py",
     f"{LAYERS}/test_ascend_attention.py",
+    f"{LAYERS}/test_block_hashes.py",
     f"{LAYERS}/test_flash_parts.py",
     f"{LAYERS}/test_latent.py",
     f"{LAYERS}/test_paged.py",
@@ -54,7 +55,7 @@ OF_KERNELS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 )
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", each(FILES))
 def test_with_real_objects(wrong: dict[str, str], file: str) -> None:
     assert file not in wrong, wrong[file]
 

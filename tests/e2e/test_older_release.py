@@ -16,7 +16,7 @@ from tests.e2e.engine import variables
 from tests.e2e.runner_runs import AGAIN, BLENDED, CROWD, METHODS, ORDERED, V1_SCENARIOS, Runs
 from tests.e2e.test_ranks import TwoWorkers, changed_in_one_worker
 from tests.e2e.test_v2_runner import CONNECTED, LOADED, PREEMPTIONS, STORED, WHOLE, finished
-from ucm.doctor.run import MODEL
+from ucm.engine_process import MODEL
 
 if TYPE_CHECKING:
     from pathlib import Path

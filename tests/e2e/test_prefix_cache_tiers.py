@@ -118,6 +118,40 @@ def test_two_engines_at_once_on_one_store(prefix_runs: PrefixRuns, known: list[P
             assert loaded_from(engine, "posix") > 0
 
 
+@pytest.mark.parametrize("kind", ["UCMDirectConnector", "UCMLayerWiseConnector"])
+def test_chunks_of_blocks(prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path, kind: str) -> None:
+    """Also where vLLM's own prefix cache ends within a chunk: what it has is not loaded over."""
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - likewise
+    from tests.e2e.prefix_workload import blocks_of  # noqa: PLC0415 - likewise
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - likewise
+
+    root, size = tmp_path / "store", 3 * BLOCK
+    arguments = connector({**posix(root), **STORE}, kind, chunk_tokens=size - 1)
+    requests, tokens = requests_of(known), [tokens for phase in known for tokens in phase.tokens]
+    with PrefixEngine(prefix_runs.environments[False], tmp_path / "cold", arguments, IN_PROCESS) as engine:
+        check(engine, known, loaded=False)
+        answers = [answer for phase in known for answer in phase.answers]
+        pairs = zip(requests, answers, strict=True)
+        number = len({chunk for one, answer in pairs for chunk in blocks_of(one, answer, size)})
+        wait_for_blocks(root, number)
+        assert len(block_files(root)) == number
+    with PrefixEngine(prefix_runs.environments[False], tmp_path / "warm", arguments, IN_PROCESS) as engine:
+        answers = engine.generate(requests)
+        assert [answer.tokens for answer in answers] == tokens
+        assert [answer.cached for answer in answers] == [(len(one["prompt"]) - 1) // size * size for one in requests]
+        assert engine.reset()
+        longest = max(range(len(requests)), key=lambda row: len(requests[row]["prompt"]))
+        prompt = requests[longest]["prompt"]
+        assert len(prompt) > 2 * size
+        first = {**requests[longest], "prompt": prompt[: size + BLOCK + 1]}
+        for one in (first, requests[longest]):
+            (answer,) = engine.generate([one])
+        assert answer.tokens == tokens[longest]
+        assert answer.cached == (len(prompt) - 1) // size * size
+        assert not any(n for name, n in engine.counters().items() if name.startswith("ucm:failures_total"))
+
+
 def test_authenticated_blocks(prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path) -> None:
     """All is loaded with the key, forged blocks are computed again, and nothing is found with another key."""
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages

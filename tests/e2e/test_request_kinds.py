@@ -38,7 +38,7 @@ def answers(environments: Environments, tmp_path_factory: pytest.TempPathFactory
         "ours": {**plain, **connector(posix(store), "UCMConnector")},
         "store": str(store),
         "adapters": str(directory / "adapters"),
-        "engines": {"hearing": audio, "hearing later": audio},
+        "engines": dict.fromkeys(("hearing", "hearing later", "hearing names", "hearing after"), audio),
         "name": NAME,
         "sound": SOUND,
     }
@@ -95,6 +95,14 @@ def test_another_engine_does_not_take_a_sound_for_that_of_the_same_name(answers:
     assert values(plain)["another under the name"] != values(plain)["one"]
     # The text before the sound is found, and the earlier engine's sound under no name as well.
     assert cached(ours) == {"another under the name": [64], "one": [128]}
+
+
+def test_what_vllm_heard_under_a_name_that_was_given_twice_reaches_no_other_engine(answers: dict[str, Answers]) -> None:
+    plain, ours = answers["hearing after plain"], answers["hearing after ours"]
+    assert values(ours) == values(plain)
+    assert values(plain)["4"] != values(plain)["5"]
+    # Of the name's first sound, what was saved before it was given again; of the other one, the text before it.
+    assert cached(ours) == {"4": [128], "5": [64]}
 
 
 def test_an_adapter_with_other_weights_is_another_adapter(answers: dict[str, Answers]) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 SMALL = {"token_budget": 128, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
 ENGINES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {"GSAOnDevice": {**SMALL, "token_budget": 768}},
-    "checked": {"checked_topk:CheckedTopK": {**SMALL, "selector": "bounds"}},
+    "checked": {"checked_topk:CheckedTopK": SMALL},
     "checked codes": {"checked_topk:CheckedTopK": SMALL},
     "small": {"BlockTopK": SMALL},
 }

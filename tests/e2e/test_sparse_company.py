@@ -45,18 +45,9 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "dense_last_layers": 1,
         }
     },
-    "BlockTopK, bounds": {
-        "BlockTopK": {
-            "selector": "bounds",
-            "token_budget": 192,
-            "min_context": 0,
-            "sink_tokens": 4,
-            "recent_tokens": 32,
-            "dense_layers": 1,
-        }
-    },
     "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60}},
     "ESA, ahead": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "retrieval": "ahead"}},
+    "ESA, windowed prompts": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "prefill": "window"}},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100}},
     "LeakyReRoPE": {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}},
     "ReRoPE": {"ReRoPE": {"window": 150}},
@@ -64,7 +55,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 }
 #: The variants that run on all releases, one of each method.
 EVERYWHERE = ("GSAOnDevice, adaptive", "ESA", "SinkWindow", "LeakyReRoPE")
-TOP_K = ("GSAOnDevice", "GSAOnDevice, adaptive", "BlockTopK, bounds")
+TOP_K = ("GSAOnDevice", "GSAOnDevice, adaptive")
 #: Methods that support per-request settings; the others ignore them.
 STEERED = (*TOP_K, "SinkWindow, dense prompts")
 #: The targets' own settings: dense, a budget, none, and an invalid one.

@@ -87,6 +87,7 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
         "sink_tokens": SINKS,
         "window_tokens": WINDOW,
         "retrieval": "ahead",
+        "prefill": "window",
         "store": store,
     }
     engine = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from transforms.pipeline.package import ROOT
+from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from _pytest.mark import ParameterSet
 
 ROOT = Path(__file__).parents[2]
 CONNECTOR = "tests/ucm/integration/vllm/connector"
@@ -19,8 +23,29 @@ LAYERS = "tests/ucm/integration/vllm/sparse"
 SPARSE = "tests/ucm/sparse"
 #: Ignores warnings of torch and vLLM; conftest.py and the usual options need packages that are not installed there.
 OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
+#: Files that take more than five seconds, on a core of their own; `nox -s tests` runs the others, all in half a minute.
+SLOW = {
+    "tests/ucm/hashing/test_with_vllm.py",
+    "tests/ucm/integration/vllm/blend/test_vllm_scheduler.py",
+    f"{CONNECTOR}/test_staged_simulation.py",
+    f"{CONNECTOR}/test_vllm_scheduler.py",
+    f"{LAYERS}/test_block_topk_schedules.py",
+    f"{LAYERS}/test_rerope_on_a_layer.py",
+    f"{LAYERS}/test_rerope_schedules.py",
+    f"{SPARSE}/accounting/test_accounting.py",
+    f"{SPARSE}/accounting/test_connector.py",
+    f"{SPARSE}/esa/test_esa_connector.py",
+    f"{SPARSE}/esa/test_esa_steps.py",
+    f"{SPARSE}/esa/test_offload_store.py",
+    f"{SPARSE}/test_window_kernel.py",
+}
 WRONG = {"failure", "error", "skipped"}
 USUAL = ("-o", "addopts=--import-mode=importlib", "-o", "junit_family=xunit1")
+
+
+def each(files: Sequence[str]) -> list[ParameterSet]:
+    """Return files as parameters of a test; those that are not slow belong to the core."""
+    return [pytest.param(file, marks=() if file in SLOW else pytest.mark.core) for file in files]
 
 
 def run_inside(python: Path, files: Sequence[str], only: str = "", **variables: str) -> dict[str, str]:

@@ -54,7 +54,8 @@ def test_without_its_anchor_it_is_missing(transform: Transform, case: Case) -> N
     rule = rule_of(transform, case)
     code = deleted(cst.parse_module(case.before), rule, case.release).code
     result, outcome = tried(rule, code, case.release)
-    assert (result, outcome.status) == (code, Status.MISSING)
+    assert result == code
+    assert outcome.status in {Status.MISSING, Status.ENDED}
 
 
 @pytest.mark.parametrize(("transform", "case"), CASES)

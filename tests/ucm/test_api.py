@@ -13,7 +13,8 @@ import pytest
 
 import ucm.api
 from tests.ucm.overlay.environment import Environment
-from transforms.pipeline.package import ROOT, build_runtime, build_wheel
+from transforms.pipeline.package import build_runtime, build_wheel
+from transforms.place import ROOT
 from ucm.errors import ConfigError
 from ucm.sparse import factory
 from ucm.sparse.factory import method_class

@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.background import call_within, wait_while_it_shrinks
+from ucm.background import call_later, call_within, wait_for_all, wait_while_it_shrinks
+from ucm.clock import SYSTEM
 from ucm.store.health import Pool
+
+if TYPE_CHECKING:
+    from ucm.testing.clock import SimulatedClock
 
 #: Runs in a separate process, because CPU affinity cannot be undone. One thread is started before, as by a library.
 PROGRAM = """
@@ -55,32 +60,56 @@ def test_a_process_keeps_to_what_it_was_given() -> None:
         assert done.stdout.split() == [str(one)]
 
 
-def test_what_gets_on_is_waited_for() -> None:
+def test_what_gets_on_is_waited_for(clock: SimulatedClock) -> None:
     left = iter((3, 3, 2, 1, 1, 0))
-    assert wait_while_it_shrinks(lambda: next(left), 60.0) == 0
+    assert wait_while_it_shrinks(lambda: next(left), 60.0, clock=clock) == 0
     assert list(left) == []
 
 
-def test_what_does_not_get_on_is_left() -> None:
+def test_what_does_not_get_on_is_left(clock: SimulatedClock) -> None:
     seen: list[int] = []
 
     def left() -> int:
         seen.append(len(seen))
         return max(5, 8 - len(seen))
 
-    assert wait_while_it_shrinks(left, 0.02) == 5
-    assert wait_while_it_shrinks(lambda: 0, 60.0) == 0
+    began = clock.monotonic()
+    assert wait_while_it_shrinks(left, 60.0, clock=clock) == 5
+    assert 60 <= clock.monotonic() - began < 61
+    assert wait_while_it_shrinks(lambda: 0, 60.0, clock=clock) == 0
 
 
-def test_a_call_that_takes_too_long_is_left_to_its_thread() -> None:
-    over = threading.Event()
+def test_a_call_that_takes_too_long_is_left_to_its_thread(clock: SimulatedClock) -> None:
+    over = clock.event()
 
-    def call() -> None:
-        over.wait(60.0)
+    def wait() -> None:
+        over.wait()
 
-    assert not call_within(call, "ucm-test", 0.02)
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "ucm-test"]
-    assert thread.daemon
+    assert not call_within(wait, "ucm-test", 60.0, clock=clock)
+    assert clock.alive == ["ucm-test"]
     over.set()
-    thread.join(60.0)
-    assert call_within(call, "ucm-test", 60.0)
+    clock.run_until_idle()
+    assert clock.alive == []
+    assert call_within(wait, "ucm-test", 60.0, clock=clock)
+
+
+def test_what_a_later_call_returns_or_raises_is_had_where_it_is_wanted(clock: SimulatedClock) -> None:
+    goes_on = clock.event()
+
+    def call() -> str:
+        goes_on.wait()
+        return "done"
+
+    slow, wrong = call_later(call, "ucm-test", clock=clock), call_later(lambda: 1 / 0, "ucm-test", clock=clock)
+    began = clock.monotonic()
+    wait_for_all([slow, wrong], 5.0, clock=clock)
+    assert (clock.monotonic() - began, slow.done(), wrong.done()) == (5.0, False, True)
+    assert isinstance(wrong.exception(), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        wrong.result()
+    goes_on.set()
+    assert (slow.result(), slow.exception()) == ("done", None)
+
+
+def test_threads_of_an_engine_keep_no_process_from_ending() -> None:
+    assert SYSTEM.thread(int, "ucm-test").daemon  # type: ignore[attr-defined] # a threading.Thread

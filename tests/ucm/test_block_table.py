@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.integration.vllm.compat import clear_row
+from ucm.compat import clear_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable

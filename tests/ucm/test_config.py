@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ucm.config import ConnectorConfig, document
-from ucm.config.upstream import translate
 from ucm.errors import ConfigError
 from ucm.integration.vllm.sparse import config
 from ucm.integration.vllm.sparse.config import sparse_method_config
@@ -182,12 +181,6 @@ def test_a_file_without_a_method(tmp_path: Path) -> None:
     assert sparse_method_config(VllmConfig(Transfer(extra), additional({"GSA": {}}))) == ("GSA", {})
 
 
-def test_a_method_as_older_files_name_it(tmp_path: Path) -> None:
-    in_file = settings_file(tmp_path, "ucm_sparse_method: GSA\n")
-    for extra in (in_file, {"ucm_sparse_method": "GSA"}):
-        assert sparse_method_config(VllmConfig(Transfer(extra))) == ("GSA", {})
-
-
 def test_what_is_wrong_in_the_file_is_told_with_its_name(tmp_path: Path) -> None:
     extra = settings_file(tmp_path, "ucm_sparse_config: [GSA]\n")
     with pytest.raises(ConfigError, match="one name with its options") as caught:
@@ -196,14 +189,13 @@ def test_what_is_wrong_in_the_file_is_told_with_its_name(tmp_path: Path) -> None
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         sparse_method_config(VllmConfig(Transfer({"UCM_CONFIG_FILE": "/nowhere/ucm.yaml"})))
 
 
 def test_the_keys_are_those_of_the_connectors_configuration() -> None:
     assert config.FILE_KEY == document.FILE_KEY
     assert config.KEY in ConnectorConfig.model_fields
-    assert config.OLD_KEY in translate(document.Document({config.OLD_KEY: "GSA"}), ()).origins[(config.KEY,)][0].path
 
 
 def test_without_a_file_nothing_is_imported_for_it() -> None:

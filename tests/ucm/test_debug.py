@@ -156,7 +156,7 @@ class ForgetfulStore(EmptyStore):
 
 
 def test_what_goes_wrong_is_said(described: dict[str, Any], root: Path) -> None:
-    with open_connector({"store": {"directories": str(root), "save_queue": 1}}, "/m") as opened:
+    with open_connector({"store": {"directories": str(root), "save_queue": "1B"}}, "/m") as opened:
         (trip,) = opened.roundtrip()
     assert trip.load_seconds == ()
     assert trip.problems
@@ -221,7 +221,7 @@ def test_the_command_tells_all(
 def test_a_failed_round_trip_is_an_exit_code(
     capsys: pytest.CaptureFixture[str], described: dict[str, Any], file: Path, root: Path
 ) -> None:
-    file.write_text(f"store: {{directories: {root}, save_queue: 1}}\n", encoding="utf-8")
+    file.write_text(f"store: {{directories: {root}, save_queue: 1B}}\n", encoding="utf-8")
     code, out, _ = run(capsys, "--config", file, "--model", "/m")
     assert code == 1
     assert "FAILED" in out

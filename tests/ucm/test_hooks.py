@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucm
+from ucm import compat
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm import compat, hooks
+from ucm.integration.vllm import hooks
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.sparse.base import Role, SparseMethod
 
@@ -56,6 +57,7 @@ class VllmConfig:
     kv_transfer_config: object = None
     compilation_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(static_forward_context={}))
     parallel_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(world_size=1))
+    cache_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(block_size=16))
 
 
 class CountedConfig:
@@ -675,9 +677,17 @@ def test_memory_of_kv_caches_is_left_to_a_method() -> None:
     assert hooks.kv_cache_memory(config, specs, available) == available
 
 
+def test_the_hash_function_is_vllms_own_without_a_method() -> None:
+    """`tests/ucm/integration/vllm/sparse/test_sharing.py` tests it with methods."""
+    config = CountedConfig()
+    assert hooks.block_hash_function(config, hash) is hash
+    assert config.looks == ["kv_transfer_config", "additional_config"]
+
+
 #: The hooks that the table does not cover, each with its test.
 OWN_TESTS: dict[str, Callable[[], None]] = {
     "clear_row": test_names_that_are_handed_on_are_the_originals,
+    "block_hash_function": test_the_hash_function_is_vllms_own_without_a_method,
     "engine_core_started": test_without_a_method_nothing_is_attached_and_no_config_is_read_twice,
     "kv_cache_memory": test_memory_of_kv_caches_is_left_to_a_method,
     "scheduler_init": test_each_side_gets_its_own_instance,

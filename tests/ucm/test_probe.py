@@ -125,6 +125,7 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
             "asked",
             "awaits_begin",
             "decided",
+            "frees_blocks",
             "identity",
             "lasting_tokens",
             "prompts_are_dense",

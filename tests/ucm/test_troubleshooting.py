@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md names existing settings, metrics, causes and links."""
+"""The two pages for troubleshooting name existing settings, metrics, causes and links."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store import base
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-CACHE = (DOCS / "prefix_cache.md").read_text(encoding="utf-8")
+PAGES = {name: (DOCS / name).read_text(encoding="utf-8") for name in ("troubleshooting.md", "troubleshooting_start.md")}
+TEXT = "\n".join(PAGES.values())
+#: Other pages that show lines of the log.
+CACHE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("prefix_cache.md", "identity.md"))
 #: A log line; the group starts at its area.
 LINE = re.compile(r"^ {4,}(?:\w+ [\d-]+ [\d:,]+ pid=\d+ \S+ )?(\[UCM\.\w+\] .+)$", re.MULTILINE)
 
@@ -107,13 +109,14 @@ def test_the_module_that_is_to_be_named_exists() -> None:
         assert place.is_dir() or place.with_suffix(".py").is_file(), name
 
 
-def test_every_section_and_file_that_is_linked_exists() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_section_and_file_that_is_linked_exists(page: str) -> None:
     headings = {
         re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-        for line in TEXT.splitlines()
+        for line in PAGES[page].splitlines()
         if line.startswith("#")
     }
-    for target, section in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", TEXT):
+    for target, section in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", PAGES[page]):
         if target:
             assert (DOCS / target).exists(), target
         else:

@@ -21,6 +21,7 @@ from tests.e2e.bench import (
     lookups,
     memory,
     passes,
+    real,
     redis_values,
     rerope,
     running,
@@ -35,7 +36,7 @@ from tests.e2e.bench.figure import Figure
 from tests.e2e.environment import plain, with_overlay
 from tests.e2e.judges import measuring as judging
 from tests.e2e.needle import measuring
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,7 @@ SECTIONS: dict[str, Callable[[str], Iterator[Figure]]] = {
     "redis": lambda _: redis_values.figures(),
     "servers": lambda _: servers.figures(),
     "ttft": ttft.figures,
+    "real": real.figures,
     "crowd": crowd.figures,
     "memory": memory.figures,
     "passes": passes.figures,

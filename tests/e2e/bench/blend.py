@@ -1,4 +1,4 @@
-"""Blending: the accuracy lost with a model that can fail, and the time to first token saved."""
+"""Blending: what it loses with a real model and with one that is built to fail, and the time to first token saved."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from rich.table import Table
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.model_files import write_llama
 from tests.e2e.blend.asking import FULL, NAIVE, WAYS, ask, connector
+from tests.e2e.blend.judging import CURVE, curve, judged
+from tests.e2e.blend.judging import WAYS as JUDGED
 from tests.e2e.blend.task import KINDS
 from tests.e2e.environment import with_runtime
 from tests.e2e.model import CONFIG
 from tests.e2e.prefix_engine import PrefixEngine, posix
 from tests.e2e.prefix_engine import connector as prefix_connector
 from tests.e2e.processes import IN_PROCESS
-from transforms.pipeline.package import BUILD
+from tests.e2e.real.judge import COUNTS, OPEN, START
+from tests.e2e.real.model import real_model
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,11 +45,13 @@ ROUNDS = 3
 CLOCK, PROCESSOR = "to the first token", "of processors"
 QUESTION = 64
 #: The settings that are timed; each is printed beside its accuracy.
-TIMED = (NAIVE, "edges 16", "deviation 5%", "deviation 15%")
+TIMED = (NAIVE, "edges 16", "question 15%", "deviation 5%", "deviation 15%")
 #: The goals: how much faster than full computation, and how much slower than an exact hit plus the computed share.
 FASTER, SLOWER = 3.0, 1.5
 #: The goal for the best setting: this share of full computation's answers.
 KEPT = 0.98
+#: The goal for open answers of the real model: so many begin as the full computation's.
+BEGIN = 0.8
 #: The time limit for saved blocks to become visible, in seconds.
 SAVED = 120.0
 
@@ -135,12 +141,33 @@ class Found:
 def figures(release: str) -> Iterator[Figure]:
     """Measure accuracy and times; print tables, and yield the figures with goals."""
     environment = with_runtime(release)
+    yield from _real(environment)
     kept = _quality(environment)
     for way, share in kept.items():
         goal = 1 - KEPT if way == "deviation 15%" else None
         yield Figure(f"answers lost by {way}, worst of {CHUNKS} chunks", 1 - share, "", goal)
     for name, config in MODELS.items():
         yield from _times(environment, name, config, kept)
+
+
+def _real(environment: Environment) -> Iterator[Figure]:
+    """Print what blending loses on a real model: all selections without an engine, and the product's in one."""
+    model = real_model()
+    table = Table(
+        "stored/way", "computed", "loss, nats", "same tokens", f"first {START}", "equal", title="open answers"
+    )
+    for way, found in sorted(curve(environment, model, CURVE).items(), key=lambda pair: pair[1]["share"]):
+        means = f"{found['share']:.1%}", f"{found['loss']:.4f}", f"{found['same']:.1f}"
+        table.add_row(way, *means, str(found["start"]), str(found["equal"]))
+        yield Figure(f"loss of {way} at {found['share']:.0%} computed", found["loss"], " nats", None)
+    Console(width=120).print(table)
+    columns = "computed", "equal", "same tokens", f"first {START}", "known", "codes"
+    table = Table("way", *columns, title="answers of the engine")
+    for way, verdict in judged(environment, model, JUDGED).items():
+        table.add_row(way, *verdict.row)
+        goal = (1 - BEGIN) * OPEN * len(COUNTS) if way == "question 20%" else None
+        yield Figure(f"answers that begin otherwise, {way}", OPEN * len(COUNTS) - verdict.start, "", goal)
+    Console(width=120).print(table)
 
 
 def _quality(environment: Environment) -> dict[str, float]:
@@ -173,7 +200,7 @@ def _times(
     model = BUILD / "bench" / f"blend-model-{config['num_hidden_layers']}"
     write_llama(environment.python, model, config)
     common = {"model": str(model), **ENGINE}
-    blending = {**common, **connector(root / "store", min_tokens=BLOCK)}
+    blending = {**common, **connector(root / "store", min_tokens=BLOCK, select="question")}
     exact = {**common, **prefix_connector(posix(root / "store"), "UCMConnector")}
     plain = Table("tokens", "chunks", "seconds", "computing", "prefix cache", "exact hit", title=name)
     blended = Table(

@@ -31,7 +31,7 @@ from tests.e2e.bench.ttft_model import BLOCK, BLOCK_BYTES, VOCABULARY, write_mod
 from tests.e2e.bench.ttft_quiet import Quiet
 from tests.e2e.bench.ttft_side import Side
 from tests.e2e.environment import plain
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

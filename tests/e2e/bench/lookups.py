@@ -20,7 +20,7 @@ from unittest.mock import create_autospec
 import numpy as np
 
 from tests.e2e.bench.figure import Figure
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
@@ -162,6 +162,9 @@ class _Named:
     def is_same(self, request: Any) -> bool:
         del request
         return True
+
+    def note(self, request: Any) -> None:
+        del request
 
     def is_invalidated(self, request: Any) -> bool:
         del request

@@ -28,7 +28,7 @@ from tests.e2e.bench.ttft_side import Side
 from tests.e2e.engine import MODEL
 from tests.e2e.model import VOCABULARY as WORDS
 from tests.e2e.model import write_model
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from tests.e2e.environment import make_venv, plain, with_runtime
 from tests.e2e.install_vllm import ENVIRONMENTS
-from transforms.pipeline.package import BUILD, build_runtime
+from transforms.pipeline.package import build_runtime
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ import numpy as np
 from tests.e2e.bench.figure import Figure, alternate
 from tests.e2e.bench.lookups import GEOMETRY, MOST_MS, REQUESTS, Scheduler, keys_of
 from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store

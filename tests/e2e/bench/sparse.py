@@ -1,4 +1,4 @@
-"""Decode with sparse methods, side by side with dense attention on a real vLLM: `python -m tests.e2e.bench.sparse`.
+"""Answers and decode steps with sparse methods, beside dense attention: `python -m tests.e2e.bench.sparse`.
 
 Arguments choose a part: lengths, budgets, methods, rounds. The section ``sparse`` of the whole bench runs all.
 """
@@ -25,8 +25,9 @@ from tests.e2e.bench.sparse_table import NO_METHOD, goals, show
 from tests.e2e.bench.ttft_engine import EngineFailedError
 from tests.e2e.bench.ttft_quiet import Quiet
 from tests.e2e.environment import with_overlay
+from tests.e2e.judges import real
 from tests.e2e.needle.settings import DENSE, filled, known_methods, parse_options
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,13 +49,15 @@ FETCHING, FETCHED_BUDGET = {"ESA": {}, "ESA, ahead": {"retrieval": "ahead"}}, 0.
 TOKEN = 7
 #: The part of `sparse_defaults`, which shares engines among its points.
 DEFAULTS = "defaults"
+#: The part of `tests.e2e.judges.real`: what is lost of a trained model's answers.
+ANSWERS = "answers"
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to measure; see the command's arguments."""
 
-    parts: Sequence[str] = ("decode", "fetch", "full", "held", DEFAULTS)
+    parts: Sequence[str] = (ANSWERS, "decode", "fetch", "full", "held", DEFAULTS)
     lengths: Sequence[int] = LENGTHS
     budgets: Sequence[float] = BUDGETS
     methods: Sequence[str] = field(default_factory=known_methods)
@@ -69,6 +72,8 @@ class Plan:
 def figures(release: str, plan: Plan | None = None) -> Iterator[Figure]:
     """Measure, print the tables, yield the figures that have a goal."""
     plan = plan or Plan()
+    if ANSWERS in plan.parts:
+        yield from real.figures(release)
     python = with_overlay(release).python
     write_model(python)
     bench = Bench(python)
@@ -186,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure a part."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench.sparse", description=__doc__)
     parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, DEFAULTS], default=[*PARTS, DEFAULTS])
+    parser.add_argument("--parts", nargs="+", choices=Plan.parts, default=Plan.parts)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="shares of the prompt, 0 to 1")
     parser.add_argument("--methods", nargs="+", default=known_methods())

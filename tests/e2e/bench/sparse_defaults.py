@@ -1,7 +1,7 @@
-"""What the defaults of `BlockTopK` rest on: the context from which a selector pays.
+"""What the defaults of `BlockTopK` rest on: the context from which it pays.
 
 An engine computes four prompts once and keeps them in vLLM's prefix cache. Dense requests opt out of the method, others
-have a budget of their own, so all points of a selector and a block size are measured in one engine, in turns.
+have a budget of their own, so all points of a block size are measured in one engine, in turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-SELECTORS, BLOCKS, CROWDS = ("bounds", "codes"), (32, 128), (1, 4)
+BLOCKS, CROWDS = (32, 128), (1, 4)
 #: Contexts at a budget of a tenth; contexts at the default budget.
 TENTHS, FIXED, BUDGET = (4_096, 16_384, 32_768), (3_072, 4_096, 8_192), 2_048
 #: Steps of a sample, and those before them that are not timed.
@@ -38,14 +38,12 @@ class Point:
     """What is compared with dense attention.
 
     Attributes:
-        selector: `bounds` or `codes`.
         block: Tokens of a block.
         length: Tokens of each prompt.
         requests: The number of requests that decode together.
         budget: Tokens that each may read.
     """
 
-    selector: str
     block: int
     length: int
     requests: int
@@ -79,16 +77,15 @@ class Crowd(TimedEngine):
 
     Args:
         python: The interpreter of an environment with vLLM and the overlay.
-        selector: The method's.
         block: Tokens of a block.
         longest: Tokens of the longest prompt.
         directory: For its files.
     """
 
-    def __init__(self, python: Path, selector: str, block: int, longest: int, directory: Path) -> None:
+    def __init__(self, python: Path, block: int, longest: int, directory: Path) -> None:
         arguments = engine(longest)
         blocks = max(CROWDS) * -(-longest // block) + SPARE // (block * TOKEN_BYTES)
-        options = {"selector": selector, "dense_layers": 0, "min_context": 0, "token_budget": BUDGET}
+        options = {"dense_layers": 0, "min_context": 0, "token_budget": BUDGET}
         arguments |= {
             "block_size": block,
             "num_gpu_blocks_override": blocks,
@@ -124,27 +121,26 @@ class Crowd(TimedEngine):
         return statistics.median(steps)
 
 
-def points(selector: str, block: int) -> list[Point]:
+def points(block: int) -> list[Point]:
     """Return what is measured in one engine; a tenth of a short context is rounded up to the least budget."""
     least = 4 * block  # the sinks, the newest tokens, and a block to choose
     pairs = [(length, max(least, length // 10)) for length in TENTHS] + [(length, BUDGET) for length in FIXED]
-    return [Point(selector, block, length, requests, budget) for length, budget in pairs for requests in CROWDS]
+    return [Point(block, length, requests, budget) for length, budget in pairs for requests in CROWDS]
 
 
 def measured(python: Path, directory: Path, rounds: int) -> Iterator[Pairs]:
     """Measure all points, an engine after the other."""
     for block in BLOCKS:
-        for selector in SELECTORS:
-            side = Crowd(python, selector, block, max(TENTHS), directory / f"{selector}-{block}")
-            try:
-                side.prepare()
-                found = [Pairs(point) for point in points(selector, block)]
-                for number in range(rounds):
-                    for pairs in found:
-                        _pair(side, pairs, dense_first=number % 2 == 0)
-            finally:
-                side.stop()
-            yield from found
+        side = Crowd(python, block, max(TENTHS), directory / str(block))
+        try:
+            side.prepare()
+            found = [Pairs(point) for point in points(block)]
+            for number in range(rounds):
+                for pairs in found:
+                    _pair(side, pairs, dense_first=number % 2 == 0)
+        finally:
+            side.stop()
+        yield from found
 
 
 def _pair(side: Crowd, pairs: Pairs, *, dense_first: bool) -> None:
@@ -162,16 +158,15 @@ def _pair(side: Crowd, pairs: Pairs, *, dense_first: bool) -> None:
 def table(found: Sequence[Pairs]) -> Table:
     """Return a row for each context, budget and block size."""
     shown = Table(title="a decode step with BlockTopK, time to dense (the dense step's milliseconds)")
-    for column in ("tokens", "budget", "block", *(f"{name} x {crowd}" for name in SELECTORS for crowd in CROWDS)):
+    for column in ("tokens", "budget", "block", *(f"{crowd} requests" for crowd in CROWDS)):
         shown.add_column(column, justify="right")
     by_point = {pairs.point: pairs for pairs in found}
     for length, budget, block in dict.fromkeys((of.length, of.budget, of.block) for of in by_point):
         cells = []
-        for selector in SELECTORS:
-            for crowd in CROWDS:
-                pairs = by_point[Point(selector, block, length, crowd, budget)]
-                step = 1000 * statistics.median(pairs.dense)
-                cells.append(f"{statistics.median(pairs.ratios):.2f} ({step:.1f})")
+        for crowd in CROWDS:
+            pairs = by_point[Point(block, length, crowd, budget)]
+            step = 1000 * statistics.median(pairs.dense)
+            cells.append(f"{statistics.median(pairs.ratios):.2f} ({step:.1f})")
         shown.add_row(f"{length:,}", f"{budget:,}", str(block), *cells)
     return shown
 
@@ -180,6 +175,6 @@ def figures(found: Sequence[Pairs]) -> Iterator[Figure]:
     """Yield each point's ratio; none has a goal, because the defaults follow from them."""
     for pairs in found:
         of = pairs.point
-        name = f"{of.selector}, {of.requests} x {of.length} tokens, blocks of {of.block}, budget {of.budget}"
+        name = f"{of.requests} x {of.length} tokens, blocks of {of.block}, budget {of.budget}"
         detail = {"each": pairs.ratios, "dense": pairs.dense, "sparse": pairs.sparse, "others": pairs.others}
         yield Figure(f"{name}: a decode step, time to dense", statistics.median(pairs.ratios), "", None, detail)

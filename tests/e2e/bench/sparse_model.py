@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.model_files import write_llama
 from tests.e2e.model import CONFIG
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from pathlib import Path

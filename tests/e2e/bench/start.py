@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.e2e.bench.figure import Figure, alternate, seconds_of
 from tests.e2e.environment import build_wheels, make_venv, plain
 from tests.e2e.processes import INSIDE
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 from ucm.overlay.manifest import read_manifest
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rich.table import Table
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.peers_install import UC_MANAGER, uc_manager_python
 from tests.e2e.bench.ttft_engine import EngineFailedError, TimedEngine
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench, set_aside
 from ucm.store.config import StoreConfig
 

@@ -33,7 +33,7 @@ SECONDS = {
 
 def samples(*, token: int = 7) -> list[Sample]:
     return [
-        Sample(side, phase, LENGTH, number, number * seconds, None if side == PLAIN_READ else token, LENGTH)
+        Sample(side, phase, LENGTH, number, number * seconds, () if side == PLAIN_READ else (token,), LENGTH)
         for number in (1, 2)
         for (side, phase), seconds in SECONDS.items()
     ]
@@ -65,7 +65,7 @@ def test_disturbed_rounds_count_only_where_there_are_no_others(results: Results)
     slow = dataclasses.replace(results.of(0, OURS, COLD, LENGTH)[2], seconds=20.4, disturbed=True)
     results.groups[0] = [slow if (s.side, s.phase, s.number) == (OURS, COLD, 2) else s for s in results.groups[0]]
     assert results.ratios((OURS, COLD), (NO_CONNECTOR, COLD), LENGTH) == [1.02]
-    assert results.median(0, OURS, COLD, LENGTH) == 1.02
+    assert results.seconds(0, OURS, COLD, LENGTH) == [1.02]
     results.groups[0] = [dataclasses.replace(s, disturbed=True) for s in results.groups[0]]
     assert results.ratios((OURS, COLD), (NO_CONNECTOR, COLD), LENGTH) == [1.02, 10.2]
 
@@ -74,9 +74,9 @@ def test_disturbed_rounds_count_only_where_there_are_no_others(results: Results)
 def test_one_other_token_is_found(side: str, phase: str) -> None:
     results = Results([LENGTH])
     results.add_group(
-        dataclasses.replace(s, token=8) if (s.side, s.phase, s.number) == (side, phase, 2) else s for s in samples()
+        dataclasses.replace(s, tokens=(8,)) if (s.side, s.phase, s.number) == (side, phase, 2) else s for s in samples()
     )
-    assert results.differing_tokens() == [f"{side}, 512 tokens, {phase}: 8, not 7"]
+    assert results.differing_tokens() == [f"{side}, 512 tokens, {phase}: [8], not [7]"]
 
 
 def test_the_tables_show_medians_and_what_was_not_found(results: Results, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_the_tables_show_medians_and_what_was_not_found(results: Results, capsys
     results.failures["SomeConnector"] = "a long log\nits last line\n"
     show(results)
     shown = capsys.readouterr().out
-    assert "1530.0" in shown
+    assert "1530.0, 1020 to 2040" in shown
     assert "hit 150.0" in shown
     assert "1050.0 (missed)" in shown
     assert "SomeConnector could not be measured to the end: its last line" in shown

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.e2e.bench.peers import GROUPS, NO_CONNECTOR, Place, make_setup
-from tests.e2e.bench.ttft_model import BLOCK_BYTES, kv_bytes, write_model
+from tests.e2e.bench.ttft_model import RANDOM, write_model
 from tests.e2e.bench.ttft_plain import PlainBytes
 from tests.e2e.bench.ttft_quiet import ALL, Quiet
 from tests.e2e.bench.ttft_results import Results, goals
@@ -25,7 +25,7 @@ from tests.e2e.bench.ttft_side import Side
 from tests.e2e.bench.ttft_stages import RESTARTS, SHORT, Stages
 from tests.e2e.bench.ttft_table import show
 from tests.e2e.environment import plain
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,10 +49,22 @@ def figures(
 ) -> Iterator[Figure]:
     """Measure every group, print the tables, yield the figures that have a goal."""
     write_model(plain(release).python)
-    results, quiet = Results(list(lengths)), Quiet(patience)
+    yield from compared(Results(list(lengths), RANDOM), release, rounds, groups, phases, patience)
+
+
+def compared(
+    results: Results,
+    release: str,
+    rounds: int,
+    groups: Sequence[Sequence[str]],
+    phases: Sequence[str],
+    patience: float,
+) -> Iterator[Figure]:
+    """Measure every group with a workload, print the tables, yield the figures that have a goal."""
+    quiet = Quiet(patience)
     for number, group in enumerate(groups):
         measure_group(results, quiet, release, (rounds, phases), (number, group))
-        kept = BUILD / "bench" / "ttft.json"
+        kept = BUILD / "bench" / f"{results.workload.name}.json"
         kept.write_text(json.dumps(results.as_dict(), indent=1), encoding="utf-8")
     show(results)
     yield from goals(results)
@@ -67,9 +79,10 @@ def measure_group(
 ) -> None:
     """Measure the sides of one group side by side."""
     (rounds, phases), (number, group) = repeated, numbered
-    root = BUILD / "bench" / "ttft" / str(number)
+    workload = results.workload
+    root = BUILD / "bench" / workload.name / str(number)
     shutil.rmtree(root, ignore_errors=True)
-    stored = (rounds + 1) * sum(map(kv_bytes, results.lengths)) + kv_bytes(SHORT)
+    stored = (rounds + 1) * sum(map(workload.kv_bytes, results.lengths)) + workload.kv_bytes(SHORT)
     with ExitStack() as cleanup:
         sides = []
         for index, name in enumerate(group):
@@ -83,8 +96,9 @@ def measure_group(
             side = Side(setup, place, root / str(index), quiet)
             cleanup.callback(side.close)
             sides.append(side)
-        plainly = PlainBytes(root / "plain", kv_bytes(max(results.lengths)) // BLOCK_BYTES)
-        stages = Stages(sides, plainly, results.lengths, rounds, phases)
+        blocks = workload.kv_bytes(max(results.lengths)) // workload.block_bytes
+        plainly = PlainBytes(root / "plain", blocks, workload.block_bytes)
+        stages = Stages(workload, sides, plainly, lengths=results.lengths, rounds=rounds, phases=phases)
         results.add_group(stages.samples())
         results.failures |= stages.failures
 

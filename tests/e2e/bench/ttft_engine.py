@@ -29,12 +29,12 @@ class FirstToken:
     """The answer to one request.
 
     Attributes:
-        token: The first token.
+        tokens: The generated tokens; the first alone, unless more were wanted.
         cached: How many tokens of the prompt were not computed.
-        seconds: From the request to the token.
+        seconds: From the request to the first token.
     """
 
-    token: int
+    tokens: list[int]
     cached: int
     seconds: float
 
@@ -109,9 +109,11 @@ class TimedEngine(ProcessGroup):
         """Wait for the start; the seconds that it took inside."""
         return float(self._answer())
 
-    def ask(self, *prompts: list[int]) -> list[FirstToken]:
-        """The first tokens of some prompts, requested one right after the other."""
-        return [FirstToken(**one) for one in self._call("generate", *prompts)]
+    def ask(self, *prompts: list[int], answer: int = 1) -> list[FirstToken]:
+        """The first tokens of some prompts, requested one right after the other, or answers of so many tokens."""
+        if answer == 1:
+            return [FirstToken(**one) for one in self._call("generate", *prompts)]
+        return [FirstToken(**one) for one in self.crowd(1, answer, prompts, PATIENCE)["answers"]]
 
     def crowd(self, clients: int, answer: int, prompts: Sequence[list[int]], patience: float) -> dict[str, Any]:
         """What clients get who send prompts at the same time; see `inside/ttft.py`.

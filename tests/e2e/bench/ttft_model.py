@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.model_files import write_llama
 from tests.e2e.model import CONFIG
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 DIRECTORY = BUILD / "bench" / "ttft-model"
@@ -69,3 +71,29 @@ def prompt(length: int, name: str) -> list[int]:
 def kv_bytes(length: int) -> int:
     """The keys and values of so many tokens."""
     return length // BLOCK * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of which model.
+
+    Attributes:
+        name: Its name in paths.
+        engine: Arguments of ``LLM`` that differ from `ENGINE`.
+        block_bytes: Keys and values of a block.
+        prompt: Returns a prompt of so many tokens that can be loaded and a few more, another one for each name.
+        answer: Tokens of each answer.
+    """
+
+    name: str
+    engine: Mapping[str, Any]
+    block_bytes: int
+    prompt: Callable[[int, str], list[int]]
+    answer: int = 1
+
+    def kv_bytes(self, length: int) -> int:
+        """The keys and values of so many tokens."""
+        return length // BLOCK * self.block_bytes
+
+
+RANDOM = Workload("ttft", {}, BLOCK_BYTES, prompt)

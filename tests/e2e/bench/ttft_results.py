@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.peers import NO_CONNECTOR, OURS, OURS_CACHE, OURS_LAYERWISE
+from tests.e2e.bench.ttft_model import RANDOM, Workload
 from tests.e2e.bench.ttft_stages import COLD, HIT, NEXT, PLAIN_COPY, PLAIN_READ, RESET, RESTART, Sample
 
 if TYPE_CHECKING:
@@ -35,14 +36,15 @@ class Results:
 
     Args:
         lengths: The loaded tokens of the prompts.
+        workload: What is asked.
 
     Attributes:
         failures: The sides that were not measured, or not to the end, with the reason.
         groups: The samples of each group.
     """
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: list[int], workload: Workload = RANDOM) -> None:
+        self.lengths, self.workload = lengths, workload
         self.failures: dict[str, str] = {}
         self.groups: list[list[Sample]] = []
 
@@ -61,10 +63,9 @@ class Results:
         wanted = (side, phase, length)
         return {s.number: s for s in self.groups[group] if (s.side, s.phase, s.length) == wanted}
 
-    def median(self, group: int, side: str, phase: str, length: int) -> float | None:
-        """Of the seconds; None if it was not measured."""
-        found = self.of(group, side, phase, length).values()
-        return statistics.median(_undisturbed([(s.seconds, s.disturbed) for s in found])) if found else None
+    def seconds(self, group: int, side: str, phase: str, length: int) -> list[float]:
+        """The seconds of the rounds that count; empty if it was not measured."""
+        return _undisturbed([(s.seconds, s.disturbed) for s in self.of(group, side, phase, length).values()])
 
     def ratios(self, of: tuple[str, str], to: tuple[str, str], length: int) -> list[float]:
         """Seconds of one side and phase over those of another, of each round of each group that has both."""
@@ -79,15 +80,16 @@ class Results:
         )
 
     def differing_tokens(self) -> list[str]:
-        """First tokens that are not those of the engine without a connector; warm ones are compared with its hit."""
-        expected = {(s.length, s.number, s.phase): s.token for g in self.groups for s in g if s.side == NO_CONNECTOR}
+        """Answers that are not those of the engine without a connector; warm ones are compared with its hit."""
+        expected = {(s.length, s.number, s.phase): s.tokens for g in self.groups for s in g if s.side == NO_CONNECTOR}
         found = []
-        for sample in (s for group in self.groups for s in group if s.token is not None):
+        for sample in (s for group in self.groups for s in group if s.tokens):
             phase = sample.phase if sample.phase in {COLD, NEXT} else HIT
             number = 0 if sample.side == NO_CONNECTOR and sample.phase.endswith(" " + HIT) else sample.number
-            token = expected.get((sample.length, number, phase), sample.token)
-            if token != sample.token:
-                found.append(f"{sample.side}, {sample.length} tokens, {sample.phase}: {sample.token}, not {token}")
+            tokens = expected.get((sample.length, number, phase), sample.tokens)
+            if tokens != sample.tokens:
+                said = f"{list(sample.tokens)}, not {list(tokens)}"
+                found.append(f"{sample.side}, {sample.length} tokens, {sample.phase}: {said}")
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,9 +100,10 @@ class Results:
 
 def goals(results: Results) -> Iterator[Figure]:
     """The figures that have a goal."""
-    compared = sum(sample.token is not None for group in results.groups for sample in group)
+    compared = sum(bool(sample.tokens) for group in results.groups for sample in group)
     differ = results.differing_tokens()
-    yield Figure("first tokens that differ", len(differ), "", 0, {"compared": compared, "differ": differ})
+    what = "first tokens" if results.workload.answer == 1 else f"answers of {results.workload.answer} tokens"
+    yield Figure(f"{what} that differ", len(differ), "", 0, {"compared": compared, "differ": differ})
     for ours in (name for name in ALL_OURS if name in results.sides()):
         for length in results.lengths:
             yield from _goals(results, ours, length)

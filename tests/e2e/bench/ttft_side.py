@@ -110,11 +110,11 @@ class Side:
             left.unlink(missing_ok=True)
         shutil.rmtree(self._place.disk, ignore_errors=True)
 
-    def ask(self, *prompts: list[int]) -> Answers:
-        """The first tokens, one right after the other, from a quiet machine."""
+    def ask(self, *prompts: list[int], answer: int = 1) -> Answers:
+        """The first tokens, or longer answers, one right after the other, from a quiet machine."""
         self.quiet.wait()
         others = self.others()
-        return Answers(self.engine.ask(*prompts), *others.used())
+        return Answers(self.engine.ask(*prompts, answer=answer), *others.used())
 
     def others(self) -> Others:
         """What measures the processor time of all that do not belong to this side."""

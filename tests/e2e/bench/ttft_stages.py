@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.peers import NO_CONNECTOR
 from tests.e2e.bench.ttft_engine import EngineFailedError
-from tests.e2e.bench.ttft_model import kv_bytes, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tests.e2e.bench.ttft_model import Workload
     from tests.e2e.bench.ttft_plain import PlainBytes
     from tests.e2e.bench.ttft_side import Side
 
@@ -41,7 +41,7 @@ class Sample:
         length: Tokens of the prompt that can be loaded.
         number: The round.
         seconds: To the first token.
-        token: The first token; None for plain reads and copies.
+        tokens: The answer; empty for plain reads and copies.
         cached: Prompt tokens that were not computed.
         others: The share of all processors that others used meanwhile, 0 to 1.
         disturbed: Whether that was enough to disturb.
@@ -53,7 +53,7 @@ class Sample:
     length: int
     number: int
     seconds: float
-    token: int | None = None
+    tokens: tuple[int, ...] = ()
     cached: int | None = None
     others: float = 0.0
     disturbed: bool = False
@@ -68,6 +68,7 @@ class Stages:
     """The measurement of one group of sides.
 
     Args:
+        workload: What is asked.
         sides: Them; the one without a connector is the first.
         plain: What the same bytes cost without any of them.
         lengths: Tokens that can be loaded, whole blocks.
@@ -79,8 +80,16 @@ class Stages:
     """
 
     def __init__(
-        self, sides: Sequence[Side], plain: PlainBytes, lengths: Sequence[int], rounds: int, phases: Sequence[str]
+        self,
+        workload: Workload,
+        sides: Sequence[Side],
+        plain: PlainBytes,
+        *,
+        lengths: Sequence[int],
+        rounds: int,
+        phases: Sequence[str],
     ) -> None:
+        self._workload = workload
         self._reference, *_ = self._sides = list(sides)
         if self._reference.setup.name != NO_CONNECTOR:
             raise ValueError(f"the first side of a group is {NO_CONNECTOR!r}")
@@ -110,6 +119,7 @@ class Stages:
 
     def _first_life(self, side: Side, length: int, number: int) -> Iterator[Sample]:
         """A prompt that nobody knows, then the same prompt again, from the engine's cache and from the connector's."""
+        prompt = self._workload.prompt
         short, long = prompt(SHORT, "short"), prompt(length, str(number))
         side.ask(short)
         yield from self._timed(side, (COLD, NEXT), length, number, long, short)
@@ -129,11 +139,11 @@ class Stages:
 
         def loads(side: Side, length: int, number: int) -> Iterator[Sample]:
             if side is self._reference:
-                yield from self._timed(side, (f"{phase} {HIT}",), length, number, prompt(length, "0"))
+                yield from self._timed(side, (f"{phase} {HIT}",), length, number, self._workload.prompt(length, "0"))
                 yield from self._plainly(phase, length, number)
                 return
             (side.drop_files if phase == DROPPED else side.read_files)()
-            yield from self._timed(side, (phase,), length, number, prompt(length, str(number)))
+            yield from self._timed(side, (phase,), length, number, self._workload.prompt(length, str(number)))
 
         yield from self._each_round([self._reference, *sides], loads)
 
@@ -141,7 +151,7 @@ class Stages:
         """Read and copy the bytes of a prompt without any engine."""
         for name, measure in ((PLAIN_READ, self._plain.read), (PLAIN_COPY, self._plain.copy)):
             self._reference.quiet.wait()
-            seconds = measure(kv_bytes(length))
+            seconds = measure(self._workload.kv_bytes(length))
             yield Sample(name, phase, length, number, seconds, load=os.getloadavg()[0])
 
     def _start(self, phase: str, sides: Sequence[Side]) -> None:
@@ -152,7 +162,7 @@ class Stages:
                 side.stop()
                 if phase not in {COLD, RESTART}:
                     side.lose_memory()
-                side.start()
+                side.start(**self._workload.engine)
             except EngineFailedError as error:
                 self._failed(side, error)
 
@@ -170,7 +180,7 @@ class Stages:
         """Have one prompt of each length in the cache of the engine without a connector."""
         self._reference.engine.reset()
         for length in self._lengths:
-            self._reference.ask(prompt(length, "0"))
+            self._reference.ask(self._workload.prompt(length, "0"))
 
     def _each_round(
         self, sides: Sequence[Side], measure: Callable[[Side, int, int], Iterator[Sample]]
@@ -188,14 +198,15 @@ class Stages:
                         _say(f"{number} {sample.side}, {length}, {sample.phase}: {sample.seconds:.4f} s")
                     yield from found if number else ()
 
-    @staticmethod
-    def _timed(side: Side, phases: Sequence[str], length: int, number: int, *prompts: list[int]) -> Iterator[Sample]:
+    def _timed(
+        self, side: Side, phases: Sequence[str], length: int, number: int, *prompts: list[int]
+    ) -> Iterator[Sample]:
         """Ask for prompts one right after the other, each in its phase."""
-        answers, others, disturbed = side.ask(*prompts)
+        answers, others, disturbed = side.ask(*prompts, answer=self._workload.answer)
         load = os.getloadavg()[0]
         for phase, answer in zip(phases, answers, strict=True):
-            name, token, cached = side.setup.name, answer.token, answer.cached
-            yield Sample(name, phase, length, number, answer.seconds, token, cached, others, disturbed, load)
+            name, tokens, cached = side.setup.name, tuple(answer.tokens), answer.cached
+            yield Sample(name, phase, length, number, answer.seconds, tokens, cached, others, disturbed, load)
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.e2e.bench.peers import GROUPS, NO_CONNECTOR
-from tests.e2e.bench.ttft_model import kv_bytes
 from tests.e2e.bench.ttft_stages import (
     COLD,
     DISK,
@@ -39,14 +38,14 @@ COLUMNS = {
 
 def show(results: Results) -> None:
     """Print the medians, what failed, which first tokens differ, and how busy the machine was with other things."""
-    console = Console(width=150)
+    console = Console(width=180)
     for group in range(len(results.groups)):
         for length in results.lengths:
             console.print(_table(results, group, length))
     for side, reason in results.failures.items():
         console.print(f"{side} could not be measured to the end: {reason.strip().splitlines()[-1]}")
     for difference in results.differing_tokens():
-        console.print(f"another first token: {difference}")
+        console.print(f"another answer: {difference}")
     samples = [sample for group in results.groups for sample in group]
     if samples:
         console.print(f"load average meanwhile: {_spread([s.load for s in samples], 1, '')}")
@@ -55,27 +54,31 @@ def show(results: Results) -> None:
 
 
 def _table(results: Results, group: int, length: int) -> Table:
-    table = Table("milliseconds", title=f"{length} tokens, {kv_bytes(length) / 2**20:.0f} MiB of KV")
-    for column in COLUMNS.values():
-        table.add_column(column, justify="right")
+    table = Table("milliseconds", title=f"{length} tokens, {results.workload.kv_bytes(length) / 2**20:.0f} MiB of KV")
     measured = {sample.side for sample in results.groups[group]}
+    columns = {
+        phase: column for phase, column in COLUMNS.items() if any(s.phase == phase for s in results.groups[group])
+    }
+    for column in columns.values():
+        table.add_column(column, justify="right")
     for side in (one for one in ROWS if one in measured):
-        cells = [_cell(results, group, side, phase, length) for phase in COLUMNS]
+        cells = [_cell(results, group, side, phase, length) for phase in columns]
         table.add_row(side, *cells)
     return table
 
 
 def _cell(results: Results, group: int, side: str, phase: str, length: int) -> str:
-    """A median; what was asked beside it of the engine without a connector, and what was not found, is marked."""
+    """A median and its range; a hit that was asked for beside it, and what was not found, is marked."""
     reference = f"{phase} {HIT}"
     if side == NO_CONNECTOR and results.of(group, side, reference, length):
         return f"hit {_cell(results, group, side, reference, length)}"
-    median = results.median(group, side, phase, length)
-    if median is None:
+    seconds = [1000 * value for value in results.seconds(group, side, phase, length)]
+    if not seconds:
         return ""
     found = [s.cached for s in results.of(group, side, phase, length).values() if s.cached is not None]
     missed = phase not in {COLD, NEXT} and any(cached != length for cached in found)
-    return f"{1000 * median:.1f}{' (missed)' if missed else ''}"
+    spread = f", {min(seconds):.0f} to {max(seconds):.0f}" if len(seconds) > 1 else ""
+    return f"{statistics.median(seconds):.1f}{' (missed)' if missed else ''}{spread}"
 
 
 def _spread(values: list[float], factor: float, unit: str) -> str:

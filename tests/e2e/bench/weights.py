@@ -15,7 +15,7 @@ from tests.e2e.environment import with_overlay
 from tests.e2e.model import CONFIG
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
 from tests.e2e.processes import IN_PROCESS
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 from ucm.hashing.file_contents import FileContents
 
 if TYPE_CHECKING:

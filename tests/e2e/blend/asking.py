@@ -28,6 +28,9 @@ WAYS: dict[str, dict[str, Any] | None] = {
     NAIVE: {"select": "none"},
     **{f"edges {tokens}": {"select": "edges", "edge_tokens": tokens} for tokens in (8, 16, 32)},
     **{
+        f"question {share:.0%}": {"select": "question", "edge_tokens": 8, "ratio": share} for share in (0.05, 0.15, 0.3)
+    },
+    **{
         f"deviation {share:.0%}": {"select": "deviation", "ratio": share, "check_layer": 2}
         for share in (0.05, 0.15, 0.3)
     },
@@ -88,7 +91,8 @@ class Result:
 
 def connector(directory: Path, **blend: Any) -> dict[str, Any]:
     """Return arguments of ``LLM`` for BlendConnector with a store in a directory."""
-    extra = {"store": posix(directory), "blend": blend}
+    # On a busy machine, a chunk that is not staged in time would be computed, and the answer say nothing.
+    extra = {"store": posix(directory), "blend": blend, "staging_deadline": PATIENCE}
     transfer = {"kv_connector": "BlendConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
     return {"kv_transfer_config": {**transfer, "kv_connector_extra_config": extra}}
 
@@ -112,7 +116,12 @@ def ask(
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         spec = {
-            "engine": {"model": str(model), **ENGINE, **connector(directory / "store", min_tokens=64)},
+            # The scheduler sends questions, which only some ways use.
+            "engine": {
+                "model": str(model),
+                **ENGINE,
+                **connector(directory / "store", min_tokens=64, select="question"),
+            },
             "chunks": [chunk for question in asked for chunk in question.chunks],
             "prompts": [{"prompt": question.prompt, "marks": question.marks} for question in asked],
             "ways": list(ways.values()),

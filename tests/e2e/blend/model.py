@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tests.e2e.blend import task
 from tests.e2e.model import CONFIG, write_tokenizer
 from tests.e2e.processes import INSIDE
-from tests.e2e.shared import locked
-from transforms.pipeline.package import BUILD
+from tests.e2e.shared import locked, publish
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,5 +72,5 @@ def write_model(python: Path) -> Path:
             (draft / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
             (draft / "training.json").write_text(json.dumps(TRAINING), encoding="utf-8")
             subprocess.run([python, TRAINERS[0], draft], check=True, stdout=subprocess.DEVNULL)
-            draft.rename(directory)
+            publish(draft, directory)
     return directory

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 #: The time limit for saved chunks to become visible, in seconds.
-SAVED = 60.0
+SAVED = 300.0
 
 
 def main(specification: Path, results: Path) -> None:
@@ -49,6 +49,8 @@ def main(specification: Path, results: Path) -> None:
         ask(spec["chunks"], [[[0, len(chunk)]] for chunk in spec["chunks"]])
     while worker._left() and time.monotonic() < until:
         time.sleep(0.01)
+    if counted.saved < len(chunks) or worker._left():
+        raise RuntimeError(f"{counted.saved} of {len(chunks)} chunks were saved in {SAVED:.0f} s")
     prompts = [one["prompt"] for one in spec["prompts"]]
     told = []
     for way in spec["ways"]:

@@ -21,7 +21,7 @@ import torch
 
 from ucm.sparse.topk.attention_share import KeyMeans
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import KeyBounds, ranked
+from ucm.sparse.topk.representatives import ranked
 from ucm.sparse.topk.samples import block_masses
 from ucm.sparse.topk.selection import BlockBudget
 
@@ -55,6 +55,22 @@ class Oracle(KeyMeans):
         return (products * query.shape[-1] ** -0.5).logsumexp(-1)
 
 
+class Bounds(KeyMeans):
+    """The largest and the smallest value of each channel of a block's keys, which bound products (Quest)."""
+
+    def __init__(self, num_blocks: int, keys: torch.Tensor) -> None:
+        super().__init__(num_blocks, keys)
+        self._kept = keys.new_zeros((num_blocks, keys.shape[2], 2 * keys.shape[3]))
+
+    def put(self, block_ids: torch.Tensor, keys: torch.Tensor) -> None:
+        self._kept[block_ids] = torch.cat((keys.amax(1), keys.amin(1)), -1)
+
+    def scores(self, query: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        grouped = query.unflatten(1, (self._kept.shape[1], -1)) * query.shape[-1] ** -0.5
+        signed = torch.cat((grouped.clamp(min=0), grouped.clamp(max=0)), -1)
+        return torch.einsum("rkgd,rbkd->krgb", signed, self._kept[block_ids])
+
+
 class Random(KeyMeans):
     """Nothing."""
 
@@ -69,7 +85,7 @@ class Random(KeyMeans):
 SELECTORS: dict[str, Callable[[int, torch.Tensor], Representatives]] = {
     "oracle": Oracle,
     "hash": KeyCodes,
-    "bounds": KeyBounds,
+    "bounds": Bounds,
     "mean": KeyMeans,
     "random": Random,
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ucm.integration.vllm import metrics
-from ucm.integration.vllm.metric_names import FORMER_METRICS, METRICS, Kind, Metric
+from ucm.integration.vllm.metric_names import METRICS, Kind, Metric
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.integration.vllm.prometheus import build_prom_metrics, build_stats
 
@@ -71,7 +71,7 @@ def names_of(metrics: Mapping[str, Metric]) -> set[str]:
 
 def test_what_is_exported_is_what_is_documented_and_shown() -> None:
     prom_metrics().observe(everything(), 0)
-    assert set(samples()) == names_of(METRICS) | names_of(FORMER_METRICS)
+    assert set(samples()) == names_of(METRICS)
     shown = set(re.findall(r"ucm:\w+", DASHBOARD.read_text(encoding="utf-8")))
     assert shown <= names_of(METRICS)
 

@@ -186,6 +186,21 @@ def hearing_later(llm: Any, spec: dict[str, Any]) -> Answers:
     return {"another under the name": serve(llm, [named]), "one": serve(llm, [_with_sounds(spec, [1])])}
 
 
+def hearing_names(llm: Any, spec: dict[str, Any]) -> Answers:
+    """Serve two sounds by turns under one name, which vLLM hears as the first one unless its caches are emptied."""
+    found: Answers = {}
+    for again in ("", " again"):
+        for sound in (4, 5):
+            found[f"{sound}{again}"] = serve(llm, [_with_sounds(spec, [sound], named=True)])
+        empty(llm, Path(spec["store"]))
+    return found
+
+
+def hearing_after(llm: Any, spec: dict[str, Any]) -> Answers:
+    """Serve the same sounds without a name."""
+    return {str(sound): serve(llm, [_with_sounds(spec, [sound])]) for sound in (4, 5)}
+
+
 def _with_sounds(
     spec: dict[str, Any], sounds: list[int], *, named: bool = False
 ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
@@ -206,6 +221,8 @@ ENGINES: dict[str, tuple[Callable[[Any, dict[str, Any]], Answers], dict[str, Any
     "pooling": (pooling, {"runner": "pooling", "convert": "embed"}),
     "hearing": (hearing, {}),
     "hearing later": (hearing_later, {}),
+    "hearing names": (hearing_names, {}),
+    "hearing after": (hearing_after, {}),
     "adapting": (adapting, {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 8}),
 }
 

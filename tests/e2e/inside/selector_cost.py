@@ -1,4 +1,4 @@
-"""What it costs to score a layer's blocks by each selector: `selector_cost.py SPEC RESULT`, JSON files.
+"""What it costs to score a layer's blocks: `selector_cost.py SPEC RESULT`, JSON files.
 
 Processor seconds of one thread, the least of many scorings: what else the machine does then counts little.
 """
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from ucm.sparse.topk.method import SELECTORS
+from ucm.sparse.topk.codes import KeyCodes
 
 ROUNDS = 150
 
 
-def seconds(selector: str, tokens: int, block: int, heads: int, head_size: int) -> float:
+def seconds(tokens: int, block: int, heads: int, head_size: int) -> float:
     """One scoring of one request, whose blocks lie in order, in bfloat16, with as many query heads as KV heads."""
     source = torch.Generator().manual_seed(0)
-    made = SELECTORS[selector](tokens // block, torch.zeros((1, block, heads, head_size), dtype=torch.bfloat16))
+    made = KeyCodes(tokens // block, torch.zeros((1, block, heads, head_size), dtype=torch.bfloat16))
     ids = torch.arange(tokens // block)
     made.update(ids, lambda some: torch.randn((len(some), block, heads, head_size), generator=source).bfloat16())
     query = torch.randn((1, heads, head_size), generator=source).bfloat16()

@@ -30,7 +30,7 @@ class Engine:
     def generate(self, *prompts: list[int]) -> list[dict[str, Any]]:
         """The first token of each prompt, one request after another without a pause.
 
-        Each answer has the token, how many of the prompt's tokens were cached, and the seconds.
+        Each answer has the tokens, here one, how many of the prompt's tokens were cached, and the seconds.
         """
         answers = []
         for prompt in prompts:
@@ -38,7 +38,7 @@ class Engine:
             (output,) = self._llm.generate({"prompt_token_ids": prompt}, self._params, use_tqdm=False)
             seconds = time.perf_counter() - begin
             cached = output.num_cached_tokens
-            answers.append({"token": output.outputs[0].token_ids[0], "cached": cached, "seconds": seconds})
+            answers.append({"tokens": list(output.outputs[0].token_ids), "cached": cached, "seconds": seconds})
         return answers
 
     def crowd(self, clients: int, answer: int, prompts: list[list[int]]) -> dict[str, Any]:

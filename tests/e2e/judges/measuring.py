@@ -18,7 +18,7 @@ from tests.e2e.environment import with_overlay
 from tests.e2e.judges.tasks import TASKS
 from tests.e2e.needle.model import HELPED, PLAIN, SHIFTED, Recipe, write_model
 from tests.e2e.processes import INSIDE
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

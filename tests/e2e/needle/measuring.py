@@ -14,7 +14,7 @@ from tests.e2e.environment import with_overlay
 from tests.e2e.needle.asking import ask, settings_for
 from tests.e2e.needle.report import plot, share_of_dense, table
 from tests.e2e.needle.settings import DENSE, class_of, known_methods
-from transforms.pipeline.package import BUILD
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from tests.e2e.model import CONFIG, write_tokenizer
 from tests.e2e.needle import task
 from tests.e2e.processes import INSIDE
-from transforms.pipeline.package import BUILD
+from tests.e2e.shared import publish
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,7 +141,7 @@ def write_model(python: Path, recipe: Recipe = HELPED) -> Path:
         (draft / "training.json").write_text(json.dumps(training), encoding="utf-8")
         subprocess.run([python, recipe.trainer, draft], check=True, stdout=subprocess.DEVNULL)
         try:
-            draft.rename(directory)
+            publish(draft, directory)
         except OSError:  # another process was faster, with the same model
             shutil.rmtree(draft)
     return directory

@@ -23,8 +23,7 @@ BUDGET = "$budget"
 
 def _block_topk(tokens: int, block: int) -> dict[str, Any]:
     """No layer is dense: these models have few layers, and the method itself is measured."""
-    # Several engines of the needle bench share a process, in which no kernel scores codes.
-    always = {"sink_tokens": block, "recent_tokens": block, "dense_layers": 0, "min_context": 0, "selector": "bounds"}
+    always = {"sink_tokens": block, "recent_tokens": block, "dense_layers": 0, "min_context": 0}
     return {"token_budget": tokens, **always}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import libcst as cst
 import pytest
 
@@ -12,6 +14,9 @@ from transforms.engine.releases import Absent, Releases
 from transforms.engine.report import Candidate, Outcome, Status
 from transforms.engine.rule import Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
+
+if TYPE_CHECKING:
+    from transforms.engine.edits import Edit
 
 CODE = """\
 # Licence
@@ -296,3 +301,13 @@ def test_an_anchor_that_an_earlier_rule_doubled_is_never_called_applied() -> Non
     module, outcomes = apply_rules(cst.parse_module(CODE), rules, "pkg/engine.py", "1.0")
     assert [o.status for o in outcomes] == [Status.APPLIED, Status.AMBIGUOUS]
     assert "t.two" not in module.code
+
+
+@pytest.mark.parametrize("body", ["return 1\n    g()", "if a:\n        return\n    else:\n        return 2\n    g()"])
+@pytest.mark.parametrize("edit", [before("g()", "h()"), Keyword("g(...)", "x", "h()")])
+def test_an_anchor_that_control_never_reaches(body: str, edit: Edit) -> None:
+    module = cst.parse_module(f"def f(a):\n    {body}\n")
+    same, outcome = apply_rule(module, rule("t.r", Scope("f"), edit), "p.py", "1.0")
+    assert outcome.status is Status.MISSING
+    assert "control never reaches it" in outcome.detail
+    assert same is module

@@ -70,9 +70,9 @@ class TestBeside:
         assert inserted(given, after("if x: ...", "new()")) == body("if x:\n    a()\nnew()  # ucm: t.r\nb()\n")
 
     def test_inserts_a_compound_statement_with_its_mark_in_the_head(self) -> None:
-        code = "if x:\n    return new()\n"
+        code = "if x:\n    x = new()\n"
         result = inserted(body("a()\n"), after("a()", code))
-        assert result == body("a()\nif x:  # ucm: t.r\n    return new()\n")
+        assert result == body("a()\nif x:  # ucm: t.r\n    x = new()\n")
 
     def test_inserts_several_statements_under_one_mark(self) -> None:
         assert inserted(body("a()\n"), after("a()", "b()\nc()")) == body("a()\nb()  # ucm: t.r\nc()\n")

@@ -93,3 +93,40 @@ def test_a_source_that_does_not_parse_is_named() -> None:
 def test_what_is_no_pattern_is_refused(text: str, what: str) -> None:
     with pytest.raises(RuleDefinitionError, match=what):
         site_pattern(text)
+
+
+KEYED = b"""\
+class Cache:
+    def look(self, feature, mm_hash):
+        if feature.mm_hash in self.kept:
+            return self.kept[mm_hash]
+        found = self.kept.get(mm_hash) or self.others.pop(feature.mm_hash, None)
+        return {mm_hash: found}
+
+    def hashed(self, request):
+        return hash((request.mm_hashes[0], request.tokens))
+
+    def counts(self, mm_hash, features):
+        self.order.append(mm_hash)
+        return {feature.mm_hash for feature in features}, {feature.mm_hash: 1 for feature in features}
+
+    def beside(self, mm_hash):
+        self.tell(mm_hash)
+        for mm_hash in self.kept:
+            if mm_hash == self.last or self.last in mm_hash:
+                return mm_hash.kept["mm_hash"]
+        return self.kept[mm_hash.data]
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sites"),
+    [
+        ("key (mm_hash)", {"Cache.look": 5, "Cache.counts": 3}),
+        ("key (mm_hashes)", {"Cache.hashed": 1}),
+        ("key (data)", {"Cache.beside": 1}),
+        ("key (request)", {}),
+    ],
+)
+def test_what_finds_something_by_a_value(pattern: str, sites: dict[str, int]) -> None:
+    assert find_sites(KEYED, {"it": (pattern,)}, "a.py").get("it", {}) == sites

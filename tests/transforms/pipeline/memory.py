@@ -79,8 +79,8 @@ def dict_tree(release: str, *, package: Package) -> DictTree:
 
 
 def product_of(*transforms: Transform, overlays: Path = UCM.overlays) -> Product:
-    """Return UCM's product with only some transforms."""
-    return Product((replace(REGISTRY, transforms=transforms),), overlays)
+    """Return UCM's product with only some transforms, and without the names census."""
+    return Product((replace(REGISTRY, transforms=transforms, census=()),), overlays)
 
 
 SMALL = product_of(scheduler_output.TRANSFORM, worker.TRANSFORM)

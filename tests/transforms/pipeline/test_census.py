@@ -18,13 +18,16 @@ from transforms import scheduler_output, worker
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.errors import RuleDefinitionError
 from transforms.engine.releases import Releases
+from transforms.pipeline import build, cli
 from transforms.pipeline.census import (
     Found,
     Site,
+    UnclassifiedError,
     advice,
     census_path,
     census_summary,
     census_text,
+    check_classified,
     current,
     hooks_of_lock,
     hooks_of_outcomes,
@@ -38,7 +41,9 @@ from transforms.pipeline.drift.model import Drift, measure_tree
 from transforms.pipeline.drift.terminal import print_matrix, print_release
 from transforms.pipeline.lock import LockError, accept, make_lock
 from transforms.pipeline.product import UCM, Product, products
+from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.open import open_sources
+from transforms.registry import VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -190,12 +195,83 @@ class TestDrift:
         assert self.drift(tmp_path, said("vllm/platforms/*:*.start")).passes
 
 
+class TestGate:
+    """Neither an acceptance nor a build gets past a place that nobody classified."""
+
+    def build(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *elsewhere: Elsewhere) -> None:
+        product, given = _in(tmp_path, counting(*elsewhere)), tree({NEW: call()})
+        monkeypatch.setattr(build, "open_sources", lambda release, origin=None, cache=None, *, package=VLLM: given)
+        accept(rewrite(given, product))
+        build.build_overlay("0.32.0", product=product, out=tmp_path / "out")
+
+    def test_a_build_is_refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        with pytest.raises(
+            UnclassifiedError, match=f"(?s)1 places in vLLM 0.32.0.*new place: {NEW}:Other.start"
+        ) as told:
+            self.build(monkeypatch, tmp_path)
+        assert f"known: {WORKER}:{HOOKED_IN}: hooked" in str(told.value)
+        assert not (tmp_path / "out").exists()
+
+    def test_a_build_goes_on_once_it_is_classified(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.build(monkeypatch, tmp_path, said("vllm/platforms/*:*.start"))
+        assert list((tmp_path / "out").rglob("*.whl"))
+
+    def test_an_acceptance_is_refused_and_writes_nothing(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        product, given = _in(tmp_path / "overlays", counting()), tree({NEW: call()})
+        monkeypatch.setattr(cli, "parse", lambda named: (product, named))
+        monkeypatch.setattr(cli, "make_overlay", lambda release, origin=None, product=UCM: rewrite(given, product))
+        monkeypatch.setattr(cli, "open_sources", lambda release, origin=None, cache=None, *, package=VLLM: given)
+        monkeypatch.setattr(cli, "write_review", lambda review, out=None: tmp_path / "page.html")
+        assert cli.main(["review", "0.32.0", "--accept"]) == 1
+        assert f"new place: {NEW}:Other.start" in capsys.readouterr().err
+        assert not (tmp_path / "overlays").exists()
+
+
 def test_advice_names_the_nearest_known_places() -> None:
     given = tree({NEW: call(), OTHER: call()})
     sites = sites_of(given, counting(said(f"{OTHER}:*")))
     (new,) = (site for site in sites if not site.is_known)
     assert any(OTHER in line and WORDS in line for line in advice(new, sites, "0.32.0"))
     assert census_summary(sites) == "3 places in 3 functions and classes: 1 hooked, 1 reaches a hook, 1 not classified"
+
+
+class TestNames:
+    """The names census: of places that no rule hooks, in the name of a registry."""
+
+    KEPT = "class Cache:\n    def look(self, mm_hash):\n        return self.kept[mm_hash]\n"
+
+    def named(self, overlays: Path, *elsewhere: Elsewhere) -> Product:
+        census = Census("names.media", "finds media by name", ("key (mm_hash)",), (), elsewhere)
+        product = counting()
+        return replace(product, registries=(replace(product.registries[0], census=(census,)),), overlays=overlays)
+
+    def test_a_release_with_a_new_place_fails_the_drift(self, tmp_path: Path) -> None:
+        given = tree({NEW: self.KEPT})
+        drift = measure_tree(given, self.named(tmp_path))
+        assert drift.applies
+        assert not drift.passes
+        (site,) = drift.unclassified
+        assert (site.census.id, site.place) == ("names.media", f"{NEW}:Cache.look")
+        (first, *_, last) = advice(site, drift.census, "vLLM 0.32.0")
+        assert first == f"new place: {NEW}:Cache.look: 1 not classified (finds media by name)"
+        assert "Say in names.media what follows" in last
+
+    def test_it_is_fine_once_it_is_classified(self, tmp_path: Path) -> None:
+        known = Elsewhere((f"{NEW}:Cache.look",), Consequence.NAMED, WORDS)
+        drift = measure_tree(tree({NEW: self.KEPT}), self.named(tmp_path, known))
+        assert drift.passes
+        text = io.StringIO()
+        print_release(drift, Console(file=text, width=200))
+        assert "census of hooks: 1 places in 1 functions and classes: 1 hooked" in text.getvalue()
+        assert "census of names: 1 places in 1 functions and classes: 1 found by a name" in text.getvalue()
+
+    def test_an_overlay_is_refused(self, tmp_path: Path) -> None:
+        product = self.named(tmp_path)
+        given = tree({NEW: self.KEPT})
+        with pytest.raises(UnclassifiedError, match=f"new place: {NEW}:Cache.look"):
+            check_classified(take(given, product), rewrite(given, product))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +282,8 @@ def test_advice_names_the_nearest_known_places() -> None:
         (("a.py:f",), WORDS, Consequence.HARMLESS, "ucm.x:y", "`refused_by` goes with"),
         (("a.py",), WORDS, Consequence.HARMLESS, "", "path:qualified name"),
         ((), WORDS, Consequence.HARMLESS, "", "path:qualified name"),
+        (("a.py:f",), "a b c d e f g", Consequence.HARMLESS, "", "is too short"),
+        (("a.py:f",), f"TBD, {WORDS}", Consequence.HARMLESS, "", "is a placeholder: 'TBD'"),
     ],
 )
 def test_half_a_classification_is_refused(
@@ -218,6 +296,7 @@ def test_half_a_classification_is_refused(
 # The real censuses
 
 TRANSFORMS = [transform for product in products() for transform in product.transforms]
+COUNTED = [census for product in products() for census in product.censuses]
 
 
 @pytest.fixture(scope="module", params=products(), ids=lambda product: product.publisher.owner)
@@ -253,7 +332,7 @@ def test_every_transform_counts_what_it_hooks_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "refusal", sorted({e.refused_by for t in TRANSFORMS for c in t.census for e in c.elsewhere if e.refused_by})
+    "refusal", sorted({e.refused_by for census in COUNTED for e in census.elsewhere if e.refused_by})
 )
 def test_what_a_classification_says_refuses_exists_and_can_refuse(refusal: str) -> None:
     module, _, name = refusal.partition(":")

@@ -42,7 +42,9 @@ SIGNATURES: Signatures = {
 
 def module(upstream: str, rewritten: str | None = None, path: str = "vllm/v1/x.py") -> RewrittenModule:
     after = upstream if rewritten is None else rewritten
-    area = replace(WORKER, id="area", rules=(), cases=(), opt_in=(), census=())
+    area = replace(
+        WORKER, id="area", rules=(), cases=(), opt_in=(), census=(), not_counted="there is nothing to count here"
+    )
     return RewrittenModule((area,), path, upstream.encode(), after.encode(), ())
 
 
@@ -225,12 +227,20 @@ class Scheduler:
     assert changed_definitions(source.encode()) == {
         "f": ["begin"],
         "Output": [],
-        "Scheduler.schedule": ["begin", "finished"],
+        "Scheduler.schedule": ["NAME", "begin", "finished"],
     }
 
 
-def test_a_call_of_a_hook_that_could_not_be_proved_to_be_ours() -> None:
-    """The call is in no function, so a process cannot inspect it."""
-    rewritten = f"{IMPORT}_ucm_hooks.begin(1, 2)  # ucm: area.begin\n"
-    error = refusal(module("", rewritten))
-    assert "calls begin outside every function" in str(error)
+@pytest.mark.parametrize("value", ["_ucm_hooks.NAME", "_ucm_hooks.begin(1, 2)"])
+@pytest.mark.parametrize("before", ["LIMIT = ", "LIMIT: int = ", "if True:\n    LIMIT = "])
+def test_a_variable_of_the_module_counts_whatever_it_gets_from_the_seam(value: str, before: str) -> None:
+    rewritten = f"{IMPORT}{before}{value}  # ucm: area.limit\n"
+    assert changed_definitions(rewritten.encode()) == {"LIMIT": [value.partition(".")[2].partition("(")[0]]}
+    check_module(module("", rewritten), SIGNATURES)
+
+
+@pytest.mark.parametrize("use", ["begin(1, 2)", "NAME"])
+def test_a_use_of_the_seam_that_could_not_be_proved_to_be_ours(use: str) -> None:
+    """It is in no function, class or variable, so a process cannot inspect it."""
+    error = refusal(module("", f"{IMPORT}_ucm_hooks.{use}  # ucm: area.begin\n"))
+    assert f"uses {use.partition('(')[0]} outside of every function" in str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,29 +14,11 @@ import pytest
 from tests.ucm.overlay.miniature import RELEASE, write_miniature
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.cli import _parser, chosen_releases, main, newest_reviewed
-from transforms.pipeline.lock import accept
-from transforms.pipeline.package import ROOT, runtime_version
+from transforms.pipeline.package import runtime_version
 from transforms.pipeline.product import UCM
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from transforms.pipeline.rewrite import Overlay
-
-#: The parts of this repository that the build of an overlay needs.
-PARTS = ("transforms", "ucm", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
-
-
-@pytest.fixture
-def repository(tmp_path: Path, overlay: Overlay) -> Path:
-    """A checkout whose only reviewed release is the miniature's."""
-    root = tmp_path / "checkout"
-    for name in PARTS:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / name, root / name)
-    accept(replace(overlay, product=replace(UCM, overlays=root / "overlays")))
-    return root
 
 
 def run(repository: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -49,11 +30,11 @@ def run(repository: Path, *arguments: str, **variables: str) -> subprocess.Compl
 def test_build_overlay_writes_both_wheels(repository: Path, miniature: Path) -> None:
     done = run(repository, "build-overlay", "--from", str(miniature))
     assert done.returncode == 0, done.stderr
-    wheels = repository / "build" / "wheels"
+    wheels = repository / "build" / "wheels" / f"vllm-{RELEASE}"
     runtime = wheels / f"ucm_runtime-{runtime_version()}-py3-none-any.whl"
     overlay = wheels / f"ucm_vllm_overlay-{RELEASE}.post1-py3-none-any.whl"
     assert done.stdout.splitlines() == [str(runtime), str(overlay)]
-    assert f"    /path/to/that/python -m pip install {runtime} {overlay}\n" in done.stderr
+    assert f"    /path/to/that/python -m pip install {wheels}/*.whl\n" in done.stderr
     assert runtime.is_file()
     assert overlay.is_file()
     assert (repository / "build" / "packages" / f"vllm-{RELEASE}" / "pyproject.toml").is_file()
@@ -62,8 +43,10 @@ def test_build_overlay_writes_both_wheels(repository: Path, miniature: Path) -> 
 def test_build_overlay_elsewhere_is_the_same(repository: Path, miniature: Path, tmp_path: Path) -> None:
     assert run(repository, "build-overlay", "--from", str(miniature)).returncode == 0
     done = run(repository, "build-overlay", RELEASE, "--from", str(miniature), "--out", str(tmp_path / "out"))
-    for wheel in (repository / "build" / "wheels").iterdir():
-        assert (tmp_path / "out" / "wheels" / wheel.name).read_bytes() == wheel.read_bytes()
+    wheels = list((repository / "build" / "wheels" / f"vllm-{RELEASE}").iterdir())
+    assert len(wheels) == 2
+    for wheel in wheels:
+        assert (tmp_path / "out" / "wheels" / f"vllm-{RELEASE}" / wheel.name).read_bytes() == wheel.read_bytes()
     assert len(done.stdout.splitlines()) == 2
 
 
@@ -124,7 +107,7 @@ def test_an_interrupted_command(capsys: pytest.CaptureFixture[str], monkeypatch:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transforms.pipeline.cli.build_overlay", stop)
+    monkeypatch.setattr("transforms.pipeline.build.build_overlay", stop)
     assert main(["build-overlay", "0.32.0"]) == 130
     assert capsys.readouterr().err.endswith("stopped\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.system import PATCH
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.diff import module_diff, overlay_diff, unified_lines
 from transforms.pipeline.product import UCM
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from transforms.pipeline.rewrite import Overlay
 
 GIT_APPLY = ("git", "apply", "--unidiff-zero", "-")
-PATCH = ("patch", "--quiet", "-p1")
-TOOLS = pytest.mark.parametrize(
-    "tool",
-    [GIT_APPLY, pytest.param(PATCH, marks=pytest.mark.skipif(not shutil.which("patch"), reason="no patch"))],
-    ids=["git", "patch"],
-)
+BY_PATCH = ("patch", "--quiet", "-p1")
+TOOLS = pytest.mark.parametrize("tool", [GIT_APPLY, BY_PATCH], ids=["git", "patch"])
 RANGE = re.compile(r"@@ -\d+,(\d+) \+\d+,(\d+) @@(?: [\w.]+)?(?: \([^)]*\))?")
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "\n", "-- a/x\n", "\x0c\n", "\u2028\n"]), max_size=12)
 
 
 def applied(root: Path, diff: str, files: dict[str, bytes], tool: tuple[str, ...]) -> dict[str, bytes]:
     """Return the files after applying the diff."""
+    if tool[0] == "patch":
+        PATCH.require()
     for path, data in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(data)
@@ -96,7 +94,7 @@ def test_a_published_release(tmp_path: Path) -> None:
     ids=["no-end", "end-added", "end-lost", "end-changed", "one-line", "start", "crlf", "odd-breaks", "like-a-header"],
 )
 def test_unusual_files(tmp_path: Path, before: bytes, after: bytes, tool: tuple[str, ...]) -> None:
-    extra = ("--binary",) if tool is PATCH and b"\r" in before else ()
+    extra = ("--binary",) if tool is BY_PATCH and b"\r" in before else ()
     assert applied(tmp_path, module_diff("x.py", before, after), {"x.py": before}, (*tool, *extra)) == {"x.py": after}
 
 

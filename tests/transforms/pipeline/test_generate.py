@@ -6,18 +6,14 @@ import json
 import re
 from itertools import combinations
 
-from tests.releases import ASCEND, REVIEWED
+from tests.releases import REVIEWED
 from transforms.engine.marks import MARK
 from transforms.pipeline.diff import OPT_IN
-from transforms.pipeline.generate import FINGERPRINTS, fingerprints, generated
+from transforms.pipeline.generate import FINGERPRINTS, RELEASES, counted, fingerprints, generated, marked
 from transforms.pipeline.lock import read_lock
 from transforms.pipeline.product import products
 
 EACH = [(product, release) for product in products() for release in product.reviewed()]
-
-
-def test_the_reviewed_releases_are_those_with_a_lock() -> None:
-    assert [product.reviewed() for product in products()] == [list(REVIEWED), list(ASCEND)]
 
 
 def test_the_fingerprints_are_the_locks() -> None:
@@ -34,6 +30,21 @@ def test_a_release_can_be_told_by_its_fingerprints() -> None:
 def test_the_pages_of_transforms_are_the_records_and_the_locks() -> None:
     for path, text in generated().items():
         assert path.read_text(encoding="utf-8") == text
+
+
+def test_the_readme_counts_the_overlays() -> None:
+    text = "holds the result for each of 3 releases (0.1.0 to 0.2.0) of vLLM, and builds all 3 overlays again"
+    found = f"each of {len(REVIEWED)} releases ({REVIEWED[0]} to {REVIEWED[-1]}) of vLLM"
+    assert counted(text) == f"holds the result for {found}, and builds all {len(REVIEWED)} overlays again"
+
+
+def test_the_table_of_published_releases_marks_those_with_a_lock() -> None:
+    text = "## vLLM\n\n| 0.32.0 | 61 | 0 | 0 | ready to adopt |\n| 0.1.0 | 3 | 9 | 0 | decisions are missing |\n"
+    assert marked(text) == text.replace("ready to adopt", "reviewed")
+    assert marked("## vLLM Ascend\n| 0.32.0 | 0.32.0 | 1 | 0 | 0 | 0 | ready to adopt |\n").endswith(
+        "ready to adopt |\n"
+    )
+    assert RELEASES.read_text(encoding="utf-8").count("| reviewed |") == sum(len(one.reviewed()) for one in products())
 
 
 def test_every_lock_has_its_diff_with_every_marked_rule() -> None:

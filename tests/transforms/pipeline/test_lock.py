@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ucm.overlay.miniature import RELEASE
+from transforms.engine.marks import marked_lines
 from transforms.engine.report import Outcome, Status
 from transforms.pipeline.lock import (
     LockError,
@@ -20,7 +21,6 @@ from transforms.pipeline.lock import (
     compare,
     dump,
     make_lock,
-    marked_lines,
     read_lock,
 )
 from transforms.pipeline.product import UCM, Product

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,22 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import tomllib
 
 from tests.examples import EXAMPLES
-from tests.transforms.pipeline.third_party import of_vllm, write_project, write_rocket, write_seam
+from tests.transforms.pipeline.third_party import WORDS, of_vllm, write_project, write_rocket, write_seam
 from tests.ucm.overlay.environment import Environment
 from tests.ucm.overlay.miniature import RELEASE, SCHEDULER, write_miniature
+from transforms.ascend.registry import REGISTRY as ASCEND
+from transforms.ascend.registry import VLLM_ASCEND
+from transforms.engine.edits import AtStart
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.rule import rule
+from transforms.engine.scope import Scope
 from transforms.pipeline.checks import check_overlay
 from transforms.pipeline.conflicts import conflicts
 from transforms.pipeline.lock import accept, check_reviewed, compare, make_lock
-from transforms.pipeline.package import ROOT, build_package, build_runtime, build_wheel
+from transforms.pipeline.package import build_package, build_runtime, build_tools, build_wheel
 from transforms.pipeline.product import UCM, Product, ProductError, compose, parse
 from transforms.pipeline.project import PLACE, ProjectError, Skeleton
 from transforms.pipeline.review.model import make_review, summary
 from transforms.pipeline.review.page import write_review
 from transforms.pipeline.rewrite import Overlay, rewrite
 from transforms.pipeline.sources.local import open_directory
+from transforms.place import ROOT
 from transforms.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -53,6 +61,16 @@ def made(product: Product, miniature: Path) -> Overlay:
     assert not overlay.failures, [o.describe() for o in overlay.failures]
     check_overlay(overlay)
     return overlay
+
+
+def in_the_way(acme: Registry, miniature: Path, code: str, diverts: str = "") -> list[str]:
+    """Return the conflicts of `_free_request` when the other project inserts some code at its start, first."""
+    (lives,) = (t for t in acme.transforms if t.id == "acme.lives")
+    freed = rule("acme.lives.freed", Scope("Scheduler._free_request"), AtStart(code), diverts=diverts)
+    other = replace(lives, rules=tuple(freed if r.id == freed.id else r for r in lives.rules))
+    registry = replace(acme, transforms=tuple(other if t is lives else t for t in acme.transforms))
+    overlay = made(compose(REGISTRY, registry), miniature)
+    return [told for told in conflicts(overlay) if "_free_request, acme" in told]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +145,40 @@ class TestComposition:
         text = module.rewritten.decode()
         assert text.index("request_freed(self") < text.index("told('freed')")
         assert any("their order there: scheduler.freed, acme.lives.freed" in told for told in conflicts(other))
+
+    def test_an_insertion_that_may_leave_is_in_the_way_of_what_follows(
+        self, place: Path, acme: Registry, miniature: Path
+    ) -> None:
+        """No anchor is shared, so only the flow of control connects the two."""
+        told = in_the_way(acme, miniature, "if request is None:\n    return None", diverts=WORDS)
+        assert f"Scheduler._free_request, acme.lives.freed may keep scheduler.freed from running: {WORDS}" in told[0]
+
+    def test_an_insertion_that_changes_what_another_reads_is_told(self, acme: Registry, miniature: Path) -> None:
+        told = in_the_way(acme, miniature, "request = _acme_seam_hooks.told(request)")
+        assert "Scheduler._free_request, acme.lives.freed assigns request, which scheduler.freed uses" in told[0]
+
+    @pytest.mark.parametrize(
+        ("code", "told"),
+        [
+            ("_acme_seam_hooks.told(0)\nrequest = None", "assigns request, which scheduler.freed uses"),
+            ("del request", "assigns request, which scheduler.freed uses"),
+            ("import json as request", "assigns request, which scheduler.freed uses"),
+            ("def request():\n    ...", "assigns request, which scheduler.freed uses"),
+            ("global _ucm_hooks\n_ucm_hooks = None", "assigns _ucm_hooks, which scheduler.freed uses"),
+            ("self._free_request = print", "may replace Scheduler._free_request, which has scheduler.freed"),
+            ("setattr(self, '_free_request', print)", "may replace Scheduler._free_request, which has scheduler.freed"),
+        ],
+    )
+    def test_every_way_to_bind_a_name_is_told(self, acme: Registry, miniature: Path, code: str, told: str) -> None:
+        assert any(told in one for one in in_the_way(acme, miniature, code))
+
+    def test_a_name_of_the_module_is_that_of_every_function(self, acme: Registry, miniature: Path) -> None:
+        told = in_the_way(acme, miniature, "global _ucm_hooks\n_ucm_hooks = None")
+        users = {one.rpartition("which ")[2].removesuffix(" uses") for one in told}
+        assert {"scheduler.freed", "scheduler.preempted"} < users
+
+    def test_an_insertion_that_does_neither_is_in_nobodys_way(self, acme: Registry, miniature: Path) -> None:
+        assert in_the_way(acme, miniature, "_acme_seam_hooks.told(request)") == []
 
     def test_one_owner_alone_meets_nobody(self, overlay: Overlay) -> None:
         assert not {"owners", "conflicts"} & make_lock(overlay, 1).keys()
@@ -233,6 +285,7 @@ class TestAPackageThatNobodyKnows:
         built = run_commands(project, checkout, ("review", *given, "--accept"), ("build-overlay", *given))
         assert built.returncode == 0, built.stderr
         assert (project / "overlays" / "rocket-1.0" / "lock.json").is_file()
+        assert not (checkout / "docs").exists()  # what follows from our locks is not written again
         wheels = wheels_in(built.stdout)
 
         environment = Environment.create(tmp_path / "venv")
@@ -301,8 +354,7 @@ class TestASkeleton:
         made = run_commands(checkout, checkout, (*wanted, *arguments))
         assert made.returncode == 0, made.stderr
         wheel = build_wheel(tmp_path / "project", tmp_path / "wheels")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(installed)]
-        subprocess.run([*pip, str(wheel)], check=True)
+        install([wheel], installed)
 
         given = (f"acme-{release}", "--from", str(sources))
         commands = ("drift", *given), ("review", *given, "--accept"), ("build-overlay", *given)
@@ -336,6 +388,74 @@ class TestASkeleton:
         with pytest.raises(ProjectError, match="the directory is not empty"):
             Skeleton("acme", "0.32.0").write(tmp_path)
 
+    def test_rules_for_vllm_ascend_go_with_ours(self, tmp_path: Path) -> None:
+        Skeleton("acmenpu", project="vllm-ascend").write(tmp_path)
+        registry: Registry = runpy.run_path(str(tmp_path / "acmenpu_overlay" / "rules.py"))["REGISTRY"]
+        assert compose(ASCEND, registry).package is VLLM_ASCEND
+        assert registry.distribution == "acmenpu-vllm-ascend-overlay"
+        assert Skeleton("acme").tried == UCM.reviewed()[-1]
+
+    def test_a_place_in_another_package_than_the_named_one_makes_no_package_of_ours(self) -> None:
+        assert Skeleton("acme", "1.0", "comet/sky.py:Comet", "vllm-ascend").known is None
+        with pytest.raises(ProjectError, match="a release is a version"):
+            Skeleton("acme", place="comet/sky.py:Comet")
+
+
+def test_a_package_of_another_project_s_own_is_told_where_ours_is(acme: Registry) -> None:
+    own = replace(acme, package=replace(acme.package, authors="somebody else"))
+    with pytest.raises(ProductError, match="registries for different packages") as caught:
+        compose(REGISTRY, own)
+    assert "from transforms.registry" in caught.value.fix
+
+
+def test_pages_of_two_builds_are_two_files(acme: Registry, miniature: Path, tmp_path: Path) -> None:
+    products = (UCM, compose(acme), compose(REGISTRY, acme), compose(acme, REGISTRY))
+    pages = [write_review(make_review(made(product, miniature)), tmp_path) for product in products]
+    assert len(set(pages)) == len(products)
+
+
+class TestTheTooling:
+    """Another project needs one wheel and no checkout."""
+
+    def test_its_wheel_does_everything_in_an_empty_directory(self, tmp_path: Path) -> None:
+        installed, empty, sources = tmp_path / "installed", tmp_path / "empty", tmp_path / "sources"
+        empty.mkdir()
+        write_comet(sources)
+        install([build_tools(tmp_path / "wheels")], installed)
+        shipped = {path: path.stat().st_mtime_ns for path in installed.rglob("*.*") if "__pycache__" not in path.parts}
+        wanted = ("init", "acme", "--owner", "acme", "--at", "comet/sky.py:seen", "--release", "1.0")
+        assert run_commands(installed, empty, wanted).returncode == 0
+        project = build_wheel(empty / "acme", tmp_path / "acme")
+        install([project], installed)
+        (installed / "overlays").mkdir()
+
+        given = ("acme-1.0", "--from", str(sources))
+        commands = ("drift", *given), ("review", *given, "--accept"), ("build-overlay", *given)
+        done = run_commands(installed, empty, *commands)
+        assert done.returncode == 0, done.stderr
+        assert [path.name.partition("-")[0] for path in wheels_in(done.stdout)] == ["ucm_runtime", "acme_comet_overlay"]
+        assert all(path.is_relative_to(empty) for path in wheels_in(done.stdout))
+        assert f"wrote: {installed / 'overlays' / 'comet-1.0' / 'lock.json'}" in done.stdout
+        assert f"/*.whl {project}\n" in done.stderr  # on no index, and the overlay requires it
+        assert "nox" not in done.stdout + done.stderr
+        assert "python -m transforms build-overlay acme-1.0" in done.stderr
+        assert {path: path.stat().st_mtime_ns for path in shipped} == shipped
+
+        ours = run_commands(installed, empty, ("review", "0.99.0", "--from", str(write_miniature(sources)), "--accept"))
+        assert "UCM's own overlays are part of the tooling, which is not changed" in ours.stderr
+
+    def test_its_dependencies_are_those_of_our_sessions(self) -> None:
+        projects = (ROOT / "transforms" / "pyproject.toml", ROOT / "pyproject.toml")
+        of_tools, ours = (tomllib.loads(path.read_text(encoding="utf-8")) for path in projects)
+        assert of_tools["project"]["dependencies"] == ours["dependency-groups"]["build"]
+        assert of_tools["project"]["version"] == ours["project"]["version"]
+
+
+def install(wheels: list[Path], target: Path) -> None:
+    """Install wheels into a directory, as pip does in an environment."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
+    subprocess.run([*pip, *map(str, wheels)], check=True)
+
 
 class TestThePageForOthers:
     """The page 'Move your patch to an overlay' uses the example `early_kv`."""
@@ -364,6 +484,18 @@ class TestProducts:
         with pytest.raises(ProductError, match="share the name") as caught:
             compose(REGISTRY, of_vllm(tmp_path, group="scheduler"))
         assert "ucm and acme: scheduler" in caught.value.where
+
+    def test_a_record_that_is_refused_is_named_with_its_entry_point(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        project = write_project(tmp_path)
+        rules = project / "rocket_rules" / "__init__.py"
+        rules.write_text(rules.read_text().replace("Governance(WORDS", 'Governance("a b c d e f"'), encoding="utf-8")
+        monkeypatch.syspath_prepend(str(project))
+        with pytest.raises(ProductError, match="`why` is too short") as caught:
+            parse("rocket-1.0")
+        assert caught.value.where == "transform rocket.launch, the entry point rocket = rocket_rules:REGISTRY"
+        assert caught.value.fix.startswith("write at least")
 
     def test_an_id_without_its_owner_s_name_is_refused(self, acme: Registry) -> None:
         with pytest.raises(RuleDefinitionError, match="does not start with its owner's name"):

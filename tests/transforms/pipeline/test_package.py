@@ -8,6 +8,7 @@ import email.parser
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -25,10 +26,10 @@ from packaging.version import Version
 
 from tests.examples import reviewed_examples
 from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES
+from transforms.engine.marks import marked_lines
 from transforms.pipeline.checks import hook_uses
-from transforms.pipeline.lock import Lock, built_lock, make_lock, marked_lines, read_lock
+from transforms.pipeline.lock import Lock, built_lock, make_lock, read_lock
 from transforms.pipeline.package import (
-    ROOT,
     RUNTIME,
     Built,
     PackageError,
@@ -42,6 +43,8 @@ from transforms.pipeline.package import (
 from transforms.pipeline.product import UCM, products
 from transforms.pipeline.sbom import make_sbom
 from transforms.pipeline.sources.tree import Artefact, sha256
+from transforms.place import ROOT
+from ucm.config.load import check_connector_config
 from ucm.sparse.base import SparseMethod
 from ucm.sparse.esa.method import ESA
 from ucm.sparse.probe import HOOKS
@@ -165,10 +168,10 @@ def test_the_metadata(package: Package) -> None:
     assert metadata.license_expression == "Apache-2.0"
     assert metadata.license_files == ["LICENSE", "NOTICE"]
     assert str(metadata.requires_python) == ">=3.10"
-    plain, extra = metadata.requires_dist or []
-    assert str(plain) == f"{RUNTIME}>={runtime_version()}"
+    (extra,) = metadata.requires_dist or []  # not the runtime, whose name on an index may be anybody's
     assert (extra.name, str(extra.specifier), str(extra.marker)) == ("vllm", f"=={RELEASE}", 'extra == "vllm"')
     assert RELEASE in (metadata.description or "")
+    assert f"`{RUNTIME}` {runtime_version()} or newer" in (metadata.description or "")
 
 
 def test_the_wheel_is_for_every_python_and_platform(package: Package) -> None:
@@ -209,7 +212,7 @@ def test_the_manifest(package: Package, published: Overlay) -> None:
 def test_a_build_with_all_hooks(published: Overlay, package: Package, tmp_path: Path) -> None:
     """It contains every module, its version and manifest say so, and it does not replace the default build."""
     built = build_package(published, make_lock(published, 1), tmp_path, all_hooks=True)
-    assert built.wheel.parent == tmp_path / "wheels" / "all-hooks"
+    assert built.wheel.parent == tmp_path / "wheels" / f"vllm-{RELEASE}-all-hooks"
     files = read_wheel(built.wheel)
     manifest, smaller = (json.loads(of[f"{PACKAGE}/manifest.json"]) for of in (files, package.files))
     assert (manifest["version"], manifest["hooks"], manifest["left_out"]) == (f"{RELEASE}.post1+all.hooks", "all", [])
@@ -247,7 +250,7 @@ def test_every_hook_of_a_shipped_method_is_in_the_default_overlay(published: Ove
     shipped = {use.hook for m in published.modules if m.default for use in hook_uses(m.default)}
     users = (BlockTopK, ESA, SinkWindow)
     used = {name for name in HOOKS for method in users if getattr(method, name) is not getattr(SparseMethod, name)}
-    seam = {"scheduler_init", "worker_init", "engine_core_started", "kv_cache_memory"}
+    seam = {"scheduler_init", "worker_init", "engine_core_started", "kv_cache_memory", "block_hash_function"}
     names = {"build_metadata": "scheduler_output_built", "requests_finished": "worker_requests_finished"}
     wanted = {names.get(name, name) for name in used}
     assert {hook for hook in shipped if not hook.startswith("v2_")} == wanted | seam
@@ -388,6 +391,33 @@ def test_the_runtime_s_wheel(tmp_path: Path) -> None:
     extras = [f'{one}; extra == "{name}"' for name, of in project["optional-dependencies"].items() for one in of]
     declared = {str(Requirement(one)) for one in [*project["dependencies"], *extras]}
     assert {str(one) for one in metadata.requires_dist or ()} == declared
+    assert "prefix cache" in (metadata.summary or "")
+    assert "ucm/DESCRIPTION.md" not in files
+
+
+def test_no_wheel_can_be_uploaded_to_the_public_index_by_mistake(package: Package, tmp_path: Path) -> None:
+    """Users know the names as those of the wheels that they build themselves."""
+    runtime = read_wheel(build_runtime(tmp_path))[f"ucm_runtime-{runtime_version()}.dist-info/METADATA"]
+    for metadata in (package.metadata, Metadata.from_email(runtime)):
+        assert "Private :: Do Not Upload" in (metadata.classifiers or ())
+
+
+def test_links_of_descriptions_work_outside_the_repository(package: Package, tmp_path: Path) -> None:
+    runtime = read_wheel(build_runtime(tmp_path))[f"ucm_runtime-{runtime_version()}.dist-info/METADATA"]
+    for metadata in (package.metadata, Metadata.from_email(runtime)):
+        text = metadata.description or ""
+        assert metadata.description_content_type == "text/markdown"
+        assert len(text.splitlines()) > 10
+        targets = re.findall(r"\]\(([^)]*)\)|^\[[^\]]+\]: *(\S+)", text, re.MULTILINE)
+        assert all(target.startswith("https://") for pair in targets for target in pair if target)
+
+
+def test_the_description_s_settings_are_valid() -> None:
+    """Its example is what a user copies."""
+    text = (ROOT / "ucm" / "DESCRIPTION.md").read_text(encoding="utf-8")
+    given = json.loads(text.partition("--kv-transfer-config '")[2].partition("'")[0])
+    assert check_connector_config(given["kv_connector_extra_config"], make=False)[0].store.posix_capacity is not None
+    assert (ROOT / given["kv_connector_module_path"].replace(".", "/")).with_suffix(".py").is_file()
 
 
 def test_the_runtime_states_one_version() -> None:

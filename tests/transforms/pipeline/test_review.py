@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from tests.releases import REVIEWED
 from tests.transforms.pipeline.memory import (
     OUTPUT,
     OUTPUT_SOURCE,
@@ -35,6 +36,8 @@ from transforms.registry import TRANSFORMS, VLLM
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transforms.pipeline.product import Product
 
 MIB = 1 << 20
 LONGER = WORKER_SOURCE.replace("import os\n", "import os\n" + "\n" * 59 + "\f\n")
@@ -146,7 +149,7 @@ def test_page_of_a_small_overlay(overlays: Path, tmp_path: Path) -> None:
 def test_a_real_release(tmp_path: Path) -> None:
     review = make_review(make_overlay("0.16.0"))
     assert review.verdict is Verdict.SAME
-    assert review.changes.since == "0.14.1"
+    assert review.changes.since == REVIEWED[REVIEWED.index("0.16.0") - 1]
     assert review.changes.rules["attention.begin"].change is Change.MOVED
     assert review.changes.rules["attention.mla-begin"].change is Change.GONE
     page = write_review(review, tmp_path)
@@ -160,7 +163,12 @@ def test_a_real_release(tmp_path: Path) -> None:
 def test_accept_writes_lock_diff_and_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[bool] = []
+    written: list[Product] = []
+
+    def write_generated(product: Product = UCM) -> list[Path]:
+        written.append(product)
+        return []
+
     monkeypatch.setattr(
         cli, "make_overlay", lambda release, origin=None, product=UCM: small_overlay(DictTree(release), tmp_path)
     )
@@ -168,7 +176,7 @@ def test_accept_writes_lock_diff_and_what_follows(
         cli, "open_sources", lambda release, origin=None, cache=None, *, package=VLLM: DictTree(release)
     )
     monkeypatch.setattr(cli, "write_review", lambda review, out=None: write_review(review, tmp_path / "build"))
-    monkeypatch.setattr(cli, "write_generated", lambda: written.append(True))
+    monkeypatch.setattr(cli, "write_generated", write_generated)
     assert cli.main(["review", "0.99.0"]) == 0
     told = capsys.readouterr()
     assert "unreviewed" in told.out
@@ -180,7 +188,7 @@ def test_accept_writes_lock_diff_and_what_follows(
     assert f"wrote: {tmp_path / 'vllm-0.99.0' / 'lock.json'}" in told.out
     assert f"wrote: {tmp_path / 'vllm-0.99.0' / 'census.json'}" in told.out
     assert "nox -s build-overlay -- 0.99.0" in told.err
-    assert written == [True]
+    assert [one.owners for one in written] == [("ucm",)]
 
 
 def test_one_release_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,15 +10,18 @@ import socket
 import ssl
 import subprocess
 import sys
+import tarfile
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
+import trustme
 
 from tests.transforms.pipeline.package_index import PackageIndex, make_sdist, make_wheel, wheel_name
 from tests.ucm.overlay.environment import Environment
 from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES, write_miniature
 from transforms.pipeline.rewrite import rewrite
+from transforms.pipeline.sources import local
 from transforms.pipeline.sources.cache import Cache
 from transforms.pipeline.sources.index import Archive, Index
 from transforms.pipeline.sources.open import open_sources
@@ -366,14 +369,11 @@ def test_a_proxy(cache: Cache, pip: Callable[..., None], monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate for this machine, with its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make a certificate with")
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    request = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", str(path)]
-    subprocess.run([openssl, *request, *names], check=True, capture_output=True)
+    """A certificate for this machine, with its key and the authority that signed it."""
+    path = tmp_path_factory.mktemp("tls") / "all.pem"
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(path)
+    authority.cert_pem.write_to_path(path, append=True)
     return path
 
 
@@ -459,7 +459,8 @@ def test_from_a_virtual_environment(tmp_path: Path, cache: Cache) -> None:
 
 def test_from_an_unpacked_sdist(tmp_path: Path, cache: Cache) -> None:
     (tmp_path / SDIST).write_bytes(make_sdist())
-    shutil.unpack_archive(tmp_path / SDIST, tmp_path / "out", filter="data")
+    (tmp_path / "out").mkdir()
+    subprocess.run(["tar", "-xf", SDIST, "-C", "out"], cwd=tmp_path, check=True)  # noqa: S607
     assert open_sources(None, str(tmp_path / "out" / f"vllm-{RELEASE}"), cache).release == RELEASE
 
 
@@ -552,6 +553,33 @@ def test_a_copy_that_is_none(tmp_path: Path, cache: Cache, name: str, content: b
     error = refusal(None, cache, str(path))
     assert error.what.startswith(what)
     assert path.name in error.where + error.what
+
+
+@pytest.mark.parametrize("name", ["../out", f"vllm-{RELEASE}/../../out", "{outside}"])
+def test_an_sdist_that_leads_out(tmp_path: Path, cache: Cache, name: str) -> None:
+    outside = tmp_path / "outside"
+    with tarfile.open(tmp_path / SDIST, "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo(name.format(outside=outside)))
+    error = refusal(None, cache, str(tmp_path / SDIST))
+    assert error.what.startswith("this is not a readable vLLM sdist: ")
+    assert error.what.endswith(" leads out of it")
+    assert not outside.exists()
+    assert not list(tmp_path.rglob("out"))
+
+
+def test_two_processes_that_unpack_one_sdist(tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one is in the middle of it, and is done before this one is."""
+    (tmp_path / SDIST).write_bytes(make_sdist())
+    unpack = local._unpack
+
+    def beside(archive: tarfile.TarFile, target: Path) -> None:
+        monkeypatch.setattr(local, "_unpack", unpack)
+        assert open_sources(None, str(tmp_path / SDIST), cache).release == RELEASE
+        unpack(archive, target)
+
+    monkeypatch.setattr(local, "_unpack", beside)
+    assert open_sources(None, str(tmp_path / SDIST), cache).read(SCHEDULER) == source(SCHEDULER)
+    assert len(list((cache.root / "sdists").iterdir())) == 1, "nothing partial is left"
 
 
 def test_a_module_that_a_copy_lacks(tmp_path: Path, cache: Cache) -> None:

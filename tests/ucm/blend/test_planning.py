@@ -15,7 +15,7 @@ from ucm.blend import (
     Run,
     blended_end,
     gaps_and_edges,
-    most_deviating,
+    highest,
     passes,
     reused_spans,
     runs_of,
@@ -164,14 +164,14 @@ def test_the_granules_that_deviate_most_are_chosen() -> None:
     deviation = [0.0] * 64
     deviation[19], deviation[50], deviation[5] = 3.0, 2.0, 1.0
     spans = [Run(100, 132), Run(132, 164)]
-    chosen = most_deviating(deviation, 100, spans, 0.125)
+    chosen = highest(deviation, 100, spans, 0.125)
     assert runs_of(chosen, 100) == [Run(116, 120), Run(148, 152)]
-    assert sum(most_deviating(deviation, 100, spans, 0.0)) == 0
-    assert all(most_deviating(deviation, 100, spans, 1.0))
+    assert sum(highest(deviation, 100, spans, 0.0)) == 0
+    assert all(highest(deviation, 100, spans, 1.0))
 
 
 def test_deviation_outside_of_what_is_reused_chooses_nothing() -> None:
-    assert runs_of(most_deviating([9.0, 9.0, 1.0, 1.0], 0, [Run(2, 4)], 1.0), 0) == [Run(2, 4)]
+    assert runs_of(highest([9.0, 9.0, 1.0, 1.0], 0, [Run(2, 4)], 1.0), 0) == [Run(2, 4)]
 
 
 def _tokens(runs: Iterable[Run]) -> list[int]:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,7 +72,8 @@ def test_a_file_that_holds_no_prompts_is_one_error(tmp_path: Path, content: str,
         (["--budgets", "0.1", "0"], "not 0.1 0.0"),
         (["--max-tokens", "0"], "--max-tokens and --every must be at least 1"),
         (["--every", "0"], "--max-tokens and --every must be at least 1"),
-        (["--engine-args", '{"enforce_eager": false, "model": "a"}'], "sets enforce_eager, model itself"),
+        (["--engine-args", '{"worker_extension_cls": "a", "model": "a"}'], "sets model, worker_extension_cls itself"),
+        (["--engine-args", '{"enforce_eager": false}'], "the measurement needs enforce_eager: true"),
         (["--prompts", "missing.jsonl"], "the file with prompts cannot be read"),
     ],
 )
@@ -105,7 +108,9 @@ def test_a_line_per_budget_and_one_per_layer() -> None:
         "model.layers.0.attn": layer(oracle=1.0, bounds=0.5),
         "model.layers.1.attn": layer(oracle=0.75, bounds=0.25),
     }
-    lines = sparse_command.lines_of({"model": "m", "prompts": 3, "lengths": [600, 9031], "layers": layers})
+    lines = sparse_command.lines_of(
+        {"model": "m", "prompts": 3, "skipped": 0, "lengths": [600, 9031], "layers": layers}
+    )
     assert lines[0] == ("m: 2 layers, 3 prompts, contexts of 600 to 9,031 tokens, 2 decode steps measured per layer")
     assert [line.split() for line in lines[3:5]] == [
         ["budget", "oracle", "bounds"],
@@ -119,7 +124,7 @@ def test_a_line_per_budget_and_one_per_layer() -> None:
 
 
 def test_budgets_that_cover_every_context_are_told() -> None:
-    found = {"model": "m", "prompts": 1, "lengths": [9, 9], "layers": {"model.layers.0.attn": layer()}}
+    found = {"model": "m", "prompts": 1, "skipped": 0, "lengths": [9, 9], "layers": {"model.layers.0.attn": layer()}}
     assert any("every budget covers the whole context" in line for line in sparse_command.lines_of(found))
 
 
@@ -127,9 +132,85 @@ def test_nothing_measured_is_a_failure(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing: dict[str, Any] = {"lengths": None, "layers": {}}
-    monkeypatch.setattr(sparse_command, "_measure", lambda options, arguments, prompts: [nothing])
+    monkeypatch.setattr(sparse_command, "_measure", lambda options, arguments, prompts: ([nothing], 0))
     arguments = ["sparse", "probe", "--model", "model", "--prompts", str(prompts)]
     assert cli.main(arguments) == 1
     assert "Nothing was measured" in capsys.readouterr().out
     assert cli.main([*arguments, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"model": "model", "prompts": 2, "lengths": None, "layers": {}}
+    assert json.loads(capsys.readouterr().out) == {
+        "model": "model",
+        "prompts": 2,
+        "skipped": 0,
+        "lengths": None,
+        "layers": {},
+    }
+
+
+class Engine:
+    """Stands in for vLLM's LLM with a model of eight tokens and a tokenizer that makes one of each word."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments, self.prompts = arguments, list[Any]()
+        model_config = SimpleNamespace(max_model_len=8)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+        made.append(self)
+
+    def get_tokenizer(self) -> Engine:
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def generate(self, prompts: list[Any], sampling: object, *, use_tqdm: bool) -> None:
+        if any(len(prompt["prompt_token_ids"]) >= 8 for prompt in prompts):
+            raise ValueError("The decoder prompt is longer than the maximum model length of 8.")
+        self.prompts = prompts
+
+    def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+        layers = {"model.layers.0.attn": layer(oracle=1.0)} if self.prompts else {}
+        return [{"lengths": [3, 4] if layers else None, "layers": layers}]
+
+
+made: list[Engine] = []
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    made.clear()
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    monkeypatch.setattr(sparse_command, "quieten", lambda: None)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_prompt_that_is_too_long_is_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a bb ccc"}, {"prompt": "w " * 8}, {"prompt_token_ids": [1] * 7}, {"prompt_token_ids": [1] * 8}]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    arguments = ["sparse", "probe", "--model", "model", "--prompts", str(file)]
+    assert cli.main(arguments) == 0
+    assert made[0].prompts == [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1] * 7}]
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("model: 1 layers, 2 prompts, ")
+    assert told[1] == "2 of the prompts skipped: too long for the model"
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["prompts"], found["skipped"]) == (2, 2)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_prompts_that_are_all_too_long_are_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "w " * 9}), encoding="utf-8")
+    assert cli.main(["sparse", "probe", "--model", "model", "--prompts", str(file)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "Nothing was measured: give shorter prompts, or raise max_model_len with --engine-args.",
+        "1 of the prompts skipped: too long for the model",
+    ]
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("given", [{"enforce_eager": True, "seed": 1}, {"seed": 1}], ids=["named", "not-named"])
+def test_the_engine_is_eager_whether_it_is_asked_or_not(prompts: Path, given: dict[str, Any]) -> None:
+    arguments = ["--model", "model", "--prompts", str(prompts), "--engine-args", json.dumps(given)]
+    assert cli.main(["sparse", "probe", *arguments]) == 0
+    assert (made[0].arguments["enforce_eager"], made[0].arguments["seed"]) == (True, 1)

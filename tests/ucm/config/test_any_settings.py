@@ -37,9 +37,9 @@ def mappings(names: Mapping[str, Any], **more: st.SearchStrategy[Any]) -> st.Sea
 
 
 UPSTREAM_STORE = mappings(
-    {**upstream._STORE_READERS, **dict.fromkeys(["stream_number", "asu_ids", "replica_num"])},
+    {**upstream.STORE_RENAMED, **dict.fromkeys(["stream_number", "node_runner_count"])},
     store_pipeline=STORES | YAML,
-    store_health=mappings(dict.fromkeys([*upstream.HEALTH_RENAMED, *upstream.HEALTH_WITHOUT_EFFECT])),
+    store_health=mappings(dict.fromkeys(["enabled", "failure_threshold", "health_check_interval_s"])),
 )
 UPSTREAM = st.fixed_dictionaries(
     {},
@@ -52,8 +52,8 @@ UPSTREAM = st.fixed_dictionaries(
 SETTINGS = mappings(
     {
         **{name: None for name in ConnectorConfig.model_fields if name != "metrics_config_path"},
-        **upstream._READERS,
-        **upstream.MODES_NOT_IN_THIS_VERSION,
+        **upstream.RENAMED,
+        **upstream.REFUSED,
     },
     store=mappings(StoreSettings.model_fields, pipeline=STORES | YAML) | YAML,
     ucm_connectors=st.lists(UPSTREAM, max_size=2),

@@ -83,6 +83,105 @@ def test_what_is_no_configuration_file(text: str, what: str, where: str, tmp_pat
     assert caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        *(("010", "8"), ("1:30", "90"), ("-1:30:00", "-5400"), ("1:30.5", "90.5"), ("0x10", "16"), ("0b11", "3")),
+        *(("1_000", "1000"), ("007", "7"), ("00", "0"), ("0644", "420"), ("!!int '010'", "8"), ("007.5", "7.5")),
+        *(("yes", "true"), ("No", "false"), ("on", "true"), ("OFF", "false")),
+    ],
+)
+def test_what_is_read_otherwise_than_it_looks(written: str, read: str, tmp_path: Path) -> None:
+    path = file_with(tmp_path, f"store:\n  a: 1\n  sizes: [2, {written}]\n")
+    with pytest.raises(ConfigError) as caught:
+        read_document({"UCM_CONFIG_FILE": str(path)})
+    shown = written.removeprefix("!!int ").strip("'")
+    assert caught.value.what == f"{shown} is read as {read} by YAML 1.1"
+    assert caught.value.where == f"{path}:3:14: store.sizes[1] = {shown}"
+    assert f"write {read} if that is meant" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "written", ["1e3", "1.5e3", "0o10", "08", "0909", "00:11", "08.5e2", "2026-11-26", "!!bool x", "="]
+)
+def test_what_versions_of_yaml_do_not_agree_on(written: str, tmp_path: Path) -> None:
+    path = file_with(tmp_path, f"metrics: true\nstaging: {written}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_document({"UCM_CONFIG_FILE": str(path)})
+    assert caught.value.where.startswith(f"{path}:2:10: staging = ")
+    assert "in quotes" in caught.value.fix
+
+
+def test_every_misleading_value_is_told_at_once(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "on: 1\nstore:\n  load_threads: 010\n  rest_seconds: 1:30\nstaging:\n")
+    with pytest.raises(ConfigError) as caught:
+        read_document({"UCM_CONFIG_FILE": str(path)})
+    told = str(caught.value)
+    assert all(f"{path}:{line}" in told for line in ("1:1: on", "3:17: store.load_threads", "4:17: store.rest_seconds"))
+    assert "there is no value" in told
+
+
+def test_a_misleading_value_that_may_be_a_password_is_not_told(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "store:\n  tiers: {Redis: {username: 0123456}}\npassword: 0765\n")
+    with pytest.raises(ConfigError) as caught:
+        read_document({"UCM_CONFIG_FILE": str(path)})
+    assert "store.tiers.Redis.username" in str(caught.value)
+    assert not {"0123456", "42798", "0765", "501"} & set(str(caught.value).split())
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        *(("10", 10), ("-3", -3), ("0", 0), ("0.5", 0.5), (".5", 0.5), ("1.5e+3", 1500.0), ("true", True), ("~", None)),
+        *(
+            ("null", None),
+            ("'010'", "010"),
+            ("!!str 010", "010"),
+            ("'yes'", "yes"),
+            ("127.0.0.1:6379", "127.0.0.1:6379"),
+        ),
+        *(("200GiB", "200GiB"), ("0.32.0", "0.32.0"), ("v1", "v1"), ("12:61", "12:61"), ("1/2", "1/2")),
+    ],
+)
+def test_what_is_read_as_it_looks(written: str, value: object, tmp_path: Path) -> None:
+    path = file_with(tmp_path, f"anything: {written}\n")
+    assert read_document({"UCM_CONFIG_FILE": str(path)}).settings == {"anything": value}
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"a: &x [*x]", "an alias contains itself"),
+        (b"a: " + b"[" * 20_000, "nested too deeply"),
+        (
+            b"\n".join([b"a: &a [1, 1]", *(b"%c: &%c [*%c, *%c]" % (n, n, n - 1, n - 1) for n in range(98, 122))]),
+            "aliases",
+        ),
+        (b"a: " + b"9" * 5000, "not YAML: Exceeds the limit"),
+        (b"a:\n\tb: 1", "not YAML: found character"),
+        ("metrics: true".encode("utf-16"), "not UTF-8"),
+        (b"#" * (1 << 20) + b"\na: 1", "more than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_an_attack_or_an_accident(content: bytes, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "ucm.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=what) as caught:
+        read_document({"UCM_CONFIG_FILE": str(path)})
+    assert str(path) in caught.value.where
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["\ufeffmetrics: true\n", "metrics: true\r\n", "x: &x {a: 1}\ny: {<<: *x, b: 2}\n"])
+def test_what_other_editors_write_is_read(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "ucm.yaml"
+    path.write_bytes(text.encode())
+    assert read_document({"UCM_CONFIG_FILE": str(path)}).settings in (
+        {"metrics": True},
+        {"x": {"a": 1}, "y": {"a": 1, "b": 2}},
+    )
+
+
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:
     path = tmp_path / "ucm.yaml"
     path.write_bytes("metrics: yes # für".encode("latin-1"))
@@ -90,10 +189,12 @@ def test_a_file_in_another_encoding(tmp_path: Path) -> None:
         read_document({"UCM_CONFIG_FILE": str(path)})
 
 
-@pytest.mark.parametrize(("written", "reason"), [("none.yaml", "No such file"), (".", "Is a directory")])
+@pytest.mark.parametrize(
+    ("written", "reason"), [("none.yaml", "does not exist"), (".", "cannot be read: Is a directory")]
+)
 def test_a_file_that_cannot_be_read(written: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"cannot be read: {reason}") as caught:
+    with pytest.raises(ConfigError, match=f"the configuration file {reason}") as caught:
         read_document({"UCM_CONFIG_FILE": written})
     assert caught.value.where == str(tmp_path / written)
 

@@ -9,8 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +18,21 @@ from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config import ConnectorConfig, load_connector_config
 from ucm.config.document import FILE_KEY, read_document
 from ucm.config.load import WITHOUT_EFFECT, check_connector_config
-from ucm.config.upstream import TOP_LEVEL_WITHOUT_EFFECT, translate
+from ucm.config.upstream import WITHOUT_EFFECT as NO_EFFECT
+from ucm.config.upstream import translate
 from ucm.errors import ConfigError
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.testing.blocks import EVEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import os
+    from collections.abc import Callable
+
+    from ucm.testing.clock import SimulatedClock
 
 EMPTY = {"store": {"pipeline": "Empty"}}
 TOO_MUCH = 1 << 60
-#: A time limit that suffices on a busy machine, and one that is never reached, in seconds.
-LONG, NEVER = 60.0, 3600.0
 
 
 def test_the_least_that_has_to_be_said(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_the_file_and_what_wins_over_it_are_said_once(tmp_path: Path, said: list
     path.write_text("store: {pipeline: Empty}\nmetrics: false\nenable_event_sync: true\n", "utf-8")
     for _ in range(2):
         assert load_connector_config({"UCM_CONFIG_FILE": str(path), "metrics": True}).metrics
-    reason = TOP_LEVEL_WITHOUT_EFFECT["enable_event_sync"]
+    reason = NO_EFFECT["enable_event_sync"]
     assert said == [
         f"[UCM.Connector] settings come from {path} (UCM_CONFIG_FILE)",
         f"[UCM.Connector] metrics: kv_connector_extra_config wins over {path}",
@@ -104,7 +107,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         f"where: {path}: store.save_threads = 'none'",
         f"where: {path}: load_failure = 'retry'",
         "to do: write 'recompute' or 'fail'",
-        "the configuration file cannot be read: No such file or directory",
+        "the configuration file does not exist",
         "where: kv_connector_extra_config: use_lite = True",
     ):
         assert line in text
@@ -229,38 +232,29 @@ def test_a_directory_below_one_that_is_not_there_yet_has_its_file_systems_size(t
 
 
 @pytest.fixture
-def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrozenDirectory]:
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock) -> FrozenDirectory:
     """A directory whose server is gone."""
-    found = FrozenDirectory(monkeypatch, str(tmp_path / "frozen"))
-    yield found
-    found.thawed.set()
+    return FrozenDirectory(monkeypatch, str(tmp_path / "frozen"), clock=clock)
 
 
-def within_a_while(call: Callable[[], ConnectorConfig]) -> tuple[ConnectorConfig | Exception, float]:
-    """Return a call's result or error and its duration; it must not wait for a directory."""
-    ended: list[ConnectorConfig | Exception] = []
-
-    def run() -> None:
-        try:
-            ended.append(call())
-        except ConfigError as error:
-            ended.append(error)
-
-    thread, began = threading.Thread(target=run, daemon=True), time.monotonic()
-    thread.start()
-    thread.join(LONG)
-    assert ended, "it waits for the directory"
-    return ended[0], time.monotonic() - began
+def outcome(call: Callable[[], ConnectorConfig]) -> ConnectorConfig | Exception:
+    """Return a call's result or error."""
+    try:
+        return call()
+    except ConfigError as error:
+        return error
 
 
 @pytest.mark.parametrize("make", [True, False])
 def test_a_directory_that_does_not_answer_is_named_and_keeps_nobody(
-    tmp_path: Path, frozen: FrozenDirectory, said: list[str], *, make: bool
+    tmp_path: Path, frozen: FrozenDirectory, said: list[str], clock: SimulatedClock, *, make: bool
 ) -> None:
     """An engine starts, and opens its store once the directory answers; the doctor reports an error."""
     two = [str(tmp_path / "well"), str(tmp_path / "frozen")]
     written = {"store": {"directories": two, "posix_capacity": "900PiB", "stuck_seconds": 2.0}}
-    found, _ = within_a_while(lambda: check_connector_config(written, make=make)[0])
+    began = clock.monotonic()
+    found = outcome(lambda: check_connector_config(written, make=make, clock=clock)[0])
+    assert clock.monotonic() - began <= 10
     assert frozen.held.is_set()
     named = f"{two[1]} has not answered for 2.0 s"
     if make:
@@ -275,7 +269,9 @@ def test_a_directory_that_does_not_answer_is_named_and_keeps_nobody(
 
 
 @pytest.mark.parametrize("make", [True, False])
-def test_a_key_that_does_not_answer_is_an_error(tmp_path: Path, frozen: FrozenDirectory, *, make: bool) -> None:
+def test_a_key_that_does_not_answer_is_an_error(
+    tmp_path: Path, frozen: FrozenDirectory, clock: SimulatedClock, *, make: bool
+) -> None:
     """The names of all blocks depend on it, so that an engine cannot start without."""
     written = {
         "store": {
@@ -284,32 +280,33 @@ def test_a_key_that_does_not_answer_is_an_error(tmp_path: Path, frozen: FrozenDi
             "stuck_seconds": 1.0,
         }
     }
-    found, _ = within_a_while(lambda: check_connector_config(written, make=make)[0])
+    began = clock.monotonic()
+    found = outcome(lambda: check_connector_config(written, make=make, clock=clock)[0])
+    assert clock.monotonic() - began <= 10
     assert frozen.held.is_set()
     assert isinstance(found, ConfigError)
     assert found.what == "the key's file has not answered for 1.0 s"
 
 
-def test_a_directory_that_does_not_answer_is_waited_for_once(tmp_path: Path, frozen: FrozenDirectory) -> None:
+def test_a_directory_that_does_not_answer_is_waited_for_once(
+    tmp_path: Path, frozen: FrozenDirectory, clock: SimulatedClock
+) -> None:
     """This holds for any number of connectors that read the configuration in one process."""
     written = {"store": {"directories": str(tmp_path / "frozen"), "stuck_seconds": 2.0}}
-    within_a_while(lambda: load_connector_config(written))
-    calls = frozen.calls
-    _, seconds = within_a_while(lambda: load_connector_config({"store": {**written["store"], "stuck_seconds": NEVER}}))
-    assert (frozen.calls, seconds < LONG) == (calls, True)
+    load_connector_config(written, clock=clock)
+    calls, began = frozen.calls, clock.monotonic()
+    load_connector_config({"store": {**written["store"], "stuck_seconds": 3600.0}}, clock=clock)
+    assert (frozen.calls, clock.monotonic()) == (calls, began)
     frozen.thawed.set()
-    deadline = time.monotonic() + LONG
-    while not (tmp_path / "frozen").is_dir() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    clock.run_until_idle()
+    assert clock.alive == []
     (tmp_path / "frozen").chmod(0o777)
-    while any(thread.name == "ucm-look" for thread in threading.enumerate()):
-        time.sleep(0.001)
     with pytest.raises(ConfigError, match="everybody may write"):
         load_connector_config(written)
 
 
 def test_a_file_system_that_stops_answering_is_asked_for_no_size(
-    tmp_path: Path, frozen: FrozenDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, frozen: FrozenDirectory, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     frozen.thawed.set()
     usage = shutil.disk_usage
@@ -320,7 +317,7 @@ def test_a_file_system_that_stops_answering_is_asked_for_no_size(
 
     monkeypatch.setattr(shutil, "disk_usage", freeze)
     store = {"directories": str(tmp_path / "frozen"), "posix_capacity": "900PiB", "stuck_seconds": 2.0}
-    found, _ = within_a_while(lambda: load_connector_config({"store": store}))
+    found = load_connector_config({"store": store}, clock=clock)
     assert isinstance(found, ConnectorConfig)
 
 
@@ -372,3 +369,91 @@ def test_a_key_that_it_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'log_intervall' is not a setting") as caught:
         load(tmp_path / "m.yaml", "log_intervall: 3\n")
     assert caught.value.fix == "did you mean 'log_interval'?"
+
+
+# Directories that are the same.
+
+NAMED_TWICE = {
+    "twice": ("kv", "kv"),
+    "with a slash": ("kv", "kv/"),
+    "with dots": ("kv", "./other/../kv/."),
+    "from the root": ("kv", "{here}/kv"),
+    "from the home": ("kv", "~/kv"),
+    "by a variable": ("kv", "$HERE/kv"),
+    "by a link": ("kv", "link"),
+    "by a link to a parent": ("kv", "up/kv"),
+    "not yet there": ("new/kv", "new/./kv"),
+    "not yet there, by a link": ("new/kv", "up/new/kv"),
+}
+INSIDE = {
+    "inside": ("kv", "kv/inner"),
+    "around": ("kv/inner/most", "kv"),
+    "inside a link": ("kv", "link/inner"),
+    "not yet there": ("new", "new/a/b"),
+    "everywhere": ("/", "kv"),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HERE", str(tmp_path))
+    for name in ("kv", "other"):
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("kv")
+    (tmp_path / "up").symlink_to(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("make", [True, False])
+@pytest.mark.parametrize("case", NAMED_TWICE)
+def test_a_directory_named_twice_is_refused_naming_both(here: Path, case: str, make: bool) -> None:
+    two = [path.format(here=here) for path in NAMED_TWICE[case]]
+    with pytest.raises(ConfigError, match="is the same as") as caught:
+        check_connector_config({"store": {"directories": ["other", *two]}}, make=make)
+    assert caught.value.where == "kv_connector_extra_config: store.directories"
+    named = [path.replace("~", str(here)).replace("$HERE", str(here)) for path in two]
+    assert all(str(here / path) in caught.value.what for path in named)
+
+
+@pytest.mark.parametrize("make", [True, False])
+@pytest.mark.parametrize("case", INSIDE)
+def test_a_directory_inside_another_is_refused(here: Path, case: str, make: bool) -> None:
+    two = list(INSIDE[case])
+    with pytest.raises(ConfigError, match=r"is inside|could be used") as caught:
+        check_connector_config({"store": {"directories": two}}, make=make)
+    if case != "everywhere":  # it is refused anyway
+        assert all(str(here / path) in caught.value.what for path in two)
+
+
+@pytest.mark.parametrize("memory", ["kv", "link", "kv/inner", "up"])
+def test_tiers_need_directories_of_their_own(here: Path, memory: str) -> None:
+    store = {"pipeline": "Dram|Posix", "directories": ["other", "kv"], "dram_directory": memory}
+    with pytest.raises(ConfigError, match="the Dram tier's directory") as caught:
+        load_connector_config({"store": store})
+    assert caught.value.where == "kv_connector_extra_config: store.dram_directory"
+    assert str(here / memory) in caught.value.what
+
+
+def test_directories_that_only_look_alike_are_accepted(here: Path) -> None:
+    (here / "kv-2").mkdir()
+    assert len(load_connector_config({"store": {"directories": ["kv", "kv-2", "other/kv"]}}).store.directories) == 3
+
+
+def test_a_directory_that_is_mounted_in_two_places_is_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names lead to the same device and number, without any link."""
+    real = Path.stat
+
+    def stat(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        return real(here / "kv" if self == here / "other" else self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ConfigError, match=f"{here}/other is the same as the Posix tier's directory {here}/kv"):
+        load_connector_config({"store": {"directories": ["kv", "other"]}})
+
+
+def test_a_store_that_is_opened_by_a_program_is_checked_as_well(here: Path) -> None:
+    config = StoreConfig(directories=(str(here / "kv"), str(here / "link")))
+    with pytest.raises(ConfigError, match="is the same as"):
+        open_store(config, "model", EVEN)

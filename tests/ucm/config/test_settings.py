@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from ucm.config import StoreSettings
 from ucm.config.load import load_connector_config
-from ucm.config.settings import FORMER_NAMES, ONLY_WITH, format_size, parse_size, setting_name
+from ucm.config.settings import ONLY_WITH, format_size, parse_size, setting_name
 from ucm.errors import ConfigError
 from ucm.store.config import BOUNDS, StoreConfig, Within
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from decimal import Decimal
     from pathlib import Path
 
-UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 #: Each setting with another value than its default.
@@ -31,7 +32,7 @@ OTHER: dict[str, Any] = {
     "directories": ["/a", "/b"],
     "posix_capacity": "2GiB",
     "dram_directory": "/dev/shm/another",  # noqa: S108 - only a name here
-    "dram_capacity": 12345,
+    "dram_capacity": 12345678,
     "dram_capacity_fraction": 0.5,
     "trusted_group": 0,
     "authentication_key_file": "/etc/ucm/key",
@@ -71,9 +72,9 @@ def test_a_fraction_is_exact(number: Decimal, unit: str) -> None:
     assert parse_size(f"{number}{unit}") == int(number * UNITS[unit])
 
 
-@pytest.mark.parametrize("value", [1, 4096, 10**18])
+@pytest.mark.parametrize("value", [1 << 20, 10**18])
 def test_a_number_is_bytes(value: int) -> None:
-    assert parse_size(value) == value
+    assert parse_size(value) == parse_size(str(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,13 @@ def test_a_number_is_bytes(value: int) -> None:
         ("٣GiB", "not a size"),
         ("5G", "'G' is not a unit of size"),
         ("5 Gib s", "not a size"),
+        (20, "20 without a unit is read as 20 bytes"),
+        ("20", "20 without a unit is read as 20 bytes"),
+        ((1 << 20) - 1, "without a unit"),
+        ("010", "not a size"),
+        ("010GiB", "not a size"),
+        ("1:30", "not a size"),
+        ("0x10", "not a size"),
         ("5 blocks", "'blocks' is not a unit of size"),
     ],
 )
@@ -154,25 +162,6 @@ def test_an_option_and_its_setting_have_the_same_bounds(name: str, within: Withi
     for value in (one for one in inside if one is not None):
         accepted: dict[str, Any] = {name: value}
         assert getattr(StoreConfig(**accepted), name) == value
-
-
-@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
-def test_a_former_name_still_works_and_warns(tmp_path: Path, said: list[str], former: str, name: str) -> None:
-    store = load_connector_config({"store": {"directories": str(tmp_path), former: OTHER[name]}}).store
-    assert getattr(store, name) == getattr(StoreSettings.model_validate(OTHER), name)
-    assert said == [f"[UCM.Connector] kv_connector_extra_config: store.{former} is deprecated, use {name}"]
-
-
-def test_a_former_name_beside_the_new_one_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="dump_nice is the former name of save_nice") as caught:
-        load_connector_config({"store": {"directories": str(tmp_path), "dump_nice": 3, "save_nice": 4}})
-    assert caught.value.fix == "remove dump_nice"
-
-
-def test_a_wrong_value_under_a_former_name_is_told_where_it_stands(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_connector_config({"store": {"directories": str(tmp_path), "dump_nice": 99}})
-    assert caught.value.where == "kv_connector_extra_config: store.dump_nice = 99"
 
 
 @dataclass
@@ -248,3 +237,70 @@ def test_a_wrong_option_of_a_tier_is_told_without_its_value(tmp_path: Path, tier
     found = f"{caught.value.where}: {caught.value}"
     assert "hunter2" not in found
     assert all(part in found for part in says.split(": "))
+
+
+# Values that are taken for something else.
+
+NO_PATHS = {
+    "": "the path is empty",
+    "  ": "the path is empty",
+    "/a\0b": "null character",
+    " /a": "white space",
+    "/a:/b": "several paths",
+    "s3://bucket": "a URL",
+}
+PATHS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "directories": ("Posix", lambda path: {"directories": path}),
+    "directories[1]": ("Posix", lambda path: {"directories": ["/a", path]}),
+    "dram_directory": ("Dram", lambda path: {"dram_directory": path}),
+    "authentication_key_file": ("Dram", lambda path: {"authentication_key_file": path}),
+}
+
+
+@pytest.mark.parametrize("path", NO_PATHS)
+@pytest.mark.parametrize("place", PATHS)
+def test_what_is_no_path_is_refused_where_it_stands(place: str, path: str) -> None:
+    pipeline, write = PATHS[place]
+    with pytest.raises(ConfigError, match=NO_PATHS[path]) as caught:
+        load_connector_config({"store": {"pipeline": pipeline, **write(path)}})
+    assert f"store.{place}" in caught.value.where.replace("directories[0]", "directories")
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("written", ["$EMPTY", "${EMPTY}", "$EMPTY/kv", "/kv/${EMPTY}"])
+@pytest.mark.parametrize("place", PATHS)
+def test_an_empty_variable_names_no_path(monkeypatch: pytest.MonkeyPatch, place: str, written: str) -> None:
+    """It would be the working directory, or the root of the file system."""
+    monkeypatch.setenv("EMPTY", "")
+    pipeline, write = PATHS[place]
+    with pytest.raises(ConfigError, match="the environment variable EMPTY is empty") as caught:
+        load_connector_config({"store": {"pipeline": pipeline, **write(written)}})
+    assert "EMPTY in the environment of vLLM" in caught.value.fix
+
+
+def test_without_a_home_there_is_no_path_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "")
+    with pytest.raises(ConfigError, match="no such home directory"):
+        load_connector_config({"store": {"directories": "~/kv"}})
+
+
+@pytest.mark.parametrize("name", ["posix_capacity", "save_queue", "write_behind"])
+@pytest.mark.parametrize("written", [20, "20", "010GiB"])
+def test_a_size_without_a_unit_is_refused(tmp_path: Path, name: str, written: object) -> None:
+    with pytest.raises(ConfigError, match=r"without a unit|not a size") as caught:
+        load_connector_config({"store": {"directories": str(tmp_path), name: written}})
+    assert caught.value.where == f"kv_connector_extra_config: store.{name} = {written!r}"
+    assert "200GiB" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", [name for name in StoreSettings.model_fields if name.endswith("_seconds")])
+def test_a_time_that_no_clock_can_wait_for_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="more than"):
+        load_connector_config({"store": {"directories": str(tmp_path), name: 1e300}})
+
+
+@pytest.mark.parametrize("option", ["password_file", "password_env", "tls_ca", "username", "master"])
+def test_an_empty_option_of_a_tier_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match="it is empty") as caught:
+        load_connector_config({"store": {"pipeline": "Redis", "tiers": {"Redis": {option: ""}}}})
+    assert caught.value.where == f"kv_connector_extra_config: store.tiers.Redis.{option}"

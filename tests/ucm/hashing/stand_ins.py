@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ucm.clock import SYSTEM
 from ucm.hashing.file_contents import FileContents
 from ucm.hashing.model_identity import model_identity
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from ucm.clock import Clock
     from ucm.hashing.file_contents import DigestCache
     from ucm.hashing.model_identity import ModelIdentity
 
@@ -68,7 +70,7 @@ class Request:
     def __init__(  # noqa: PLR0913 - vLLM's has 20
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | None,
         *,
         prompt_embeds: Any = None,
         prompt_is_token_ids: list[bool] | None = None,
@@ -79,6 +81,7 @@ class Request:
         resumable: bool = False,
     ) -> None:
         self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
         self.prompt_embeds = prompt_embeds
         self.prompt_is_token_ids = prompt_is_token_ids
         self.mm_features = mm_features or []
@@ -86,7 +89,7 @@ class Request:
         self.cache_salt = cache_salt
         self.pooling_params = pooling_params
         self.resumable = resumable
-        self._all_token_ids = list(prompt_token_ids)
+        self._all_token_ids = [0] * len(prompt_embeds) if prompt_token_ids is None else list(prompt_token_ids)
         self.all_token_ids = ConstantList(self._all_token_ids)
         self.block_hashes: list[Any] = []
 
@@ -209,7 +212,7 @@ def write_model(directory: Path, weights: bytes = b"w" * 300_000, config: str = 
     return directory
 
 
-def read_files(paths: Iterable[Path], cache: DigestCache | None = None) -> dict[Path, str]:
+def read_files(paths: Iterable[Path], cache: DigestCache | None = None, *, clock: Clock = SYSTEM) -> dict[Path, str]:
     """Return the digests of some files, read now; earlier changes are allowed."""
-    contents = FileContents(float("inf"), cache)
+    contents = FileContents(float("inf"), cache, clock=clock)
     return contents.read(contents.look_up(paths)).of

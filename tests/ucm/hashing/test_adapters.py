@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
-import time
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +13,7 @@ import pytest
 from tests.ucm.hashing.stand_ins import LoRARequest, write_adapter
 from ucm.hashing import request_content as adapters_module
 from ucm.hashing.file_contents import FileContents
+from ucm.hashing.name_ledger import NameLedger
 from ucm.hashing.request_content import AdapterError
 from ucm.hashing.request_content import Adapters as AnyAdapters
 
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ucm.hashing.file_contents import Digests
+    from ucm.testing.clock import SimulatedClock
 
 #: The adapters of an engine that starts after the test has written its files.
 Adapters = functools.partial(AnyAdapters, since=float("inf"))
@@ -131,7 +130,7 @@ def test_files_that_were_written_after_the_engines_start_are_not_believed(tmp_pa
     """The engine may have loaded others before, when the adapter was added, long before its first request."""
     request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
     with pytest.raises(AdapterError, match="written or moved after this process started"):
-        AnyAdapters(since=time.time() - 3600).fingerprint(request)
+        AnyAdapters(since=0.0).fingerprint(request)
 
 
 def test_a_file_that_comes_or_goes_is_seen(tmp_path: Path) -> None:
@@ -143,27 +142,25 @@ def test_a_file_that_comes_or_goes_is_seen(tmp_path: Path) -> None:
         adapters.fingerprint(LoRARequest("a", 1, str(path)))
 
 
-def test_a_large_adapter_is_read_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_adapter_is_read_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A" * 5000)))
     expected = Adapters().fingerprint(request)
     monkeypatch.setattr(adapters_module, "_AT_ONCE", 100)
-    go_on, read = threading.Event(), FileContents.read
+    go_on, read = clock.event(), FileContents.read
 
     def slowly(self: FileContents, found: Digests) -> Digests:
         go_on.wait()
         return read(self, found)
 
     monkeypatch.setattr(FileContents, "read", slowly)
-    adapters = Adapters()
+    adapters = Adapters(clock=clock)
     with pytest.raises(AdapterError, match="is being read"):
         adapters.fingerprint(request)
     go_on.set()
-    deadline = time.monotonic() + 60
-    found = b""
-    while not found and time.monotonic() < deadline:
-        with suppress(AdapterError):
-            found = adapters.fingerprint(request)
-    assert found == expected
+    clock.run_until_idle()
+    assert adapters.fingerprint(request) == expected
 
 
 def test_a_replaced_file_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
@@ -179,10 +176,92 @@ def test_a_replaced_file_of_the_same_size_and_time_is_seen(tmp_path: Path) -> No
         adapters.fingerprint(LoRARequest("a", 1, str(path)))
 
 
-def test_an_adapter_loaded_anew_under_another_id_is_read_anew(tmp_path: Path) -> None:
+def test_a_new_revision_under_the_same_name_and_path_is_not_believed(tmp_path: Path) -> None:
+    """vLLM gives it the blocks of the first one, until its prefix cache is emptied."""
+    blocks = NameLedger()
+    adapters = Adapters(blocks=blocks)
+    adapters.fingerprint(LoRARequest("a", 1, str(write_adapter(tmp_path, b"A"))))
+    new = LoRARequest("a", 2, str(write_adapter(tmp_path, b"B")))
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="lora_name 'a' was used for different weights"):
+            adapters.fingerprint(new)
+    blocks.clear()
+    assert adapters.fingerprint(new) == Adapters().fingerprint(new)
+
+
+def test_what_is_remembered_of_adapters_is_bounded(tmp_path: Path) -> None:
+    """A name that was forgotten is not trusted, because its number may be replaced without any notice."""
+    requests = [LoRARequest(str(n), n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in range(6)]
+    blocks = NameLedger()
+    adapters = Adapters(blocks=blocks, most=3)
+    for request in requests:
+        adapters.fingerprint(request)
+    assert [adapters.is_invalidated(request) for request in requests] == [True] * 3 + [False] * 3
+    assert len(adapters._seen) == len(adapters._used) == 3
+    blocks.clear()
+    adapters.still_run(requests[5:])
+    assert list(adapters._used) == [(5, adapters.name_of(requests[5]))]
+    assert adapters.fingerprint(requests[0]) == Adapters().fingerprint(requests[0])
+
+
+def test_an_adapter_that_was_forgotten_is_compared_with_what_its_number_was(tmp_path: Path) -> None:
+    blocks = NameLedger()
+    adapters = Adapters(blocks=blocks, most=1)
+    for name in ("v1", "v2"):
+        write_adapter(tmp_path / name, name.encode())
+    link = tmp_path / "current"
+    link.symlink_to("v1")
+    adapters.fingerprint(LoRARequest("a", 1, str(link)))
+    adapters.fingerprint(LoRARequest("b", 2, str(tmp_path / "v1")))
+    link.unlink()
+    link.symlink_to("v2")
+    blocks.clear()
+    adapters.still_run([])
+    with pytest.raises(AdapterError, match="lora_int_id 1 was used"):
+        adapters.fingerprint(LoRARequest("a", 1, str(link)))
+
+
+def test_a_link_that_moves_to_a_new_revision_is_noticed(tmp_path: Path) -> None:
+    for name in ("v1", "v2"):
+        write_adapter(tmp_path / name, name.encode())
+    link = tmp_path / "current"
+    link.symlink_to("v1")
     adapters = Adapters()
-    before = adapters.fingerprint(LoRARequest("a", 1, str(write_adapter(tmp_path, b"A"))))
-    assert adapters.fingerprint(LoRARequest("a", 2, str(write_adapter(tmp_path, b"B")))) != before
+    adapters.fingerprint(LoRARequest("a", 1, str(link)))
+    link.unlink()
+    link.symlink_to("v2")
+    for number in (1, 2):
+        with pytest.raises(AdapterError, match=r"may not be those|was used for different weights"):
+            adapters.fingerprint(LoRARequest("a", number, str(link)))
+
+
+def test_a_branch_of_the_hub_that_moves_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even for the number that has the old revision, which vLLM may have evicted and loads anew."""
+    branch = tmp_path / "refs" / "main"
+    branch.parent.mkdir()
+    for name in ("v1", "v2"):
+        write_adapter(tmp_path / "snapshots" / name, name.encode())
+    hub = SimpleNamespace(snapshot_download=lambda *_, **__: str(tmp_path / "snapshots" / branch.read_text()))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    branch.write_text("v1")
+    adapters = Adapters()
+    adapters.fingerprint(LoRARequest("a", 1, "someone/adapter"))
+    branch.write_text("v2")
+    for number, match in ((1, "another revision"), (2, "lora_name 'a' was used"), (1, "another revision")):
+        with pytest.raises(AdapterError, match=match):
+            adapters.fingerprint(LoRARequest("a", number, "someone/adapter"))
+
+
+def test_a_number_under_a_second_name_with_other_weights_voids_both(tmp_path: Path) -> None:
+    adapters = Adapters()
+    one, other = (LoRARequest(name, 1, str(write_adapter(tmp_path / name, name.encode()))) for name in ("a", "b"))
+    adapters.fingerprint(one)
+    for request in (other, one):
+        with pytest.raises(AdapterError, match="lora_int_id 1 was used"):
+            adapters.fingerprint(request)
+    elsewhere = LoRARequest("b", 2, other.lora_path)
+    with pytest.raises(AdapterError, match="lora_name 'b' was used"):
+        adapters.fingerprint(elsewhere)
 
 
 def test_an_adapter_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +292,8 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
 
 
 def test_weights_that_come_from_elsewhere() -> None:
-    request = SimpleNamespace(lora_int_id=1, lora_path="/a", tensorizer_config_dict={"tensorizer_uri": "s3://b"})
+    request = SimpleNamespace(
+        lora_name="a", lora_int_id=1, lora_path="/a", tensorizer_config_dict={"tensorizer_uri": "s3://b"}
+    )
     with pytest.raises(AdapterError, match="tensorizer"):
         Adapters().fingerprint(request)

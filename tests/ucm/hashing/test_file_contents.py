@@ -11,9 +11,9 @@ import stat
 import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,14 +21,20 @@ from tests.ucm.hashing.stand_ins import read_files
 from ucm.hashing import file_contents
 from ucm.hashing.file_contents import (
     DigestCache,
+    Digests,
     FileChangedError,
     FileContents,
     FileState,
     process_started,
 )
 
+if TYPE_CHECKING:
+    from ucm.testing.clock import SimulatedClock
+
 ANY_TIME = float("inf")
 HUB = "models--a--b"
+#: Seconds within which the start of a process is known.
+RESOLUTION = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +47,20 @@ def _no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cache(tmp_path: Path) -> DigestCache:
     return DigestCache(tmp_path / "cache" / "digests.json")
+
+
+def tick(directory: Path) -> float:
+    """Let the file system's clock go on; return a time between that of all earlier changes and of all later ones.
+
+    This clock cannot be simulated, and ticks some hundred times per second.
+    """
+    probe = directory / "probe"
+    probe.touch()
+    before = FileState.of(probe).changed
+    while FileState.of(probe).changed == before:
+        probe.touch()
+    probe.unlink()
+    return before
 
 
 def known(path: Path, cache: DigestCache, since: float = ANY_TIME) -> bool:
@@ -211,9 +231,8 @@ def test_it_lies_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_written_after_the_engines_start_is_not_what_it_loaded(tmp_path: Path, cache: DigestCache) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"A")
-    started = time.time()
+    started = tick(tmp_path)
     assert not known(path, cache, started)
-    time.sleep(0.05)
     with path.open("r+b") as file:
         file.write(b"A")
     os.utime(path, (1e9, 1e9))
@@ -236,10 +255,8 @@ def test_older_files_that_come_into_place_after_the_start_are_not_what_it_loaded
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "one" / "model")
     path = link / "w.bin" if how == "link" else tmp_path / "one" / "model" / "w.bin"
-    time.sleep(0.02)
-    started = time.time()
+    started = tick(tmp_path)
     FileContents(started).look_up([path])
-    time.sleep(0.05)
     if how == "file":
         (tmp_path / "other" / "model" / "w.bin").rename(path)
     elif how == "link":
@@ -265,9 +282,7 @@ def test_new_neighbours_of_a_file_do_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "model" / "w.bin"
     path.parent.mkdir()
     path.write_bytes(b"A")
-    time.sleep(0.02)
-    contents = FileContents(time.time())
-    time.sleep(0.02)
+    contents = FileContents(tick(tmp_path))
     found = contents.look_up([path])
     (path.parent / "notes.txt").write_bytes(b"")
     assert list(contents.read(found).of) == [path]
@@ -300,36 +315,88 @@ def test_a_file_that_changes_while_it_is_read(
         change()
         return real(string, usedforsecurity=usedforsecurity)
 
-    contents = FileContents(time.time() + 0.01, cache)
+    contents = FileContents(tick(tmp_path), cache)
     found = contents.look_up([path])
-    time.sleep(0.05)
     monkeypatch.setattr(hashlib, "sha256", sha256)
     with pytest.raises((FileChangedError, FileNotFoundError)):
         contents.read(found)
 
 
 def test_a_file_that_has_just_been_written_is_read_when_a_change_would_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    monkeypatch.setattr(file_contents, "_TICK", 0.3)
+    monkeypatch.setattr(file_contents, "_TICK", 3600.0)
+    monkeypatch.setattr(file_contents, "_COARSE_TICK", 7200.0)
     path = tmp_path / "w.bin"
     path.write_bytes(b"A")
     state = FileState.of(path)
-    assert state.settles == pytest.approx(state.changed + 0.3)
-    assert state._replace(ctime_ns=state.ctime_ns // 10**9 * 10**9).settles < time.time() - 1e8
-    read_files([path])
-    assert time.time() >= state.settles
+    assert state.settles == pytest.approx(state.changed + 3600)
+    assert state._replace(ctime_ns=state.ctime_ns // 10**9 * 10**9).settles == state.ctime_ns // 10**9 + 7200
+    read_files([path], clock=clock)
+    assert clock.time() >= state.settles
+    assert clock.alive == []
 
 
-def test_reading_can_be_ended(tmp_path: Path) -> None:
+def test_reading_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "w.bin"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    contents = FileContents(ANY_TIME)
+    contents, real, digests = FileContents(ANY_TIME), hashlib.sha256, []
     found = contents.look_up([path])
-    threading.Timer(0.1, contents.close).start()
-    with pytest.raises(FileChangedError, match="stopped early"):  # to the end it would take longer than a test may
+
+    class Ending:
+        """Ends the reading with the third piece of the file."""
+
+        def __init__(self) -> None:
+            self.pieces = 0
+            digests.append(self)
+
+        def update(self, piece: bytes) -> None:
+            self.pieces += bool(piece)
+            if self.pieces == 3:
+                contents.close()
+
+    def sha256(string: bytes = b"", *, usedforsecurity: bool = True) -> object:
+        return real(string, usedforsecurity=usedforsecurity) if string else Ending()
+
+    monkeypatch.setattr(hashlib, "sha256", sha256)
+    with pytest.raises(FileChangedError, match="stopped early"):
         contents.read(found)
+    assert [digest.pieces for digest in digests] == [3]
+
+
+def test_no_file_is_read_after_one_that_cannot_be(tmp_path: Path, clock: SimulatedClock) -> None:
+    """Every thread has ended when the error is raised, so that none uses the files any more."""
+    paths = [tmp_path / f"{number}.bin" for number in range(40)]
+    for path in paths:
+        path.write_bytes(b"A")
+    contents = FileContents(ANY_TIME, clock=clock)
+    found = contents.look_up(paths)
+    paths[0].unlink()
+    with pytest.raises(FileNotFoundError):
+        contents.read(found)
+    clock.run_until_idle()
+    assert (found.of, clock.alive) == ({}, [])
+
+
+def test_a_read_that_waits_for_a_tick_can_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
+    monkeypatch.setattr(file_contents, "_TICK", 3600.0)
+    monkeypatch.setattr(file_contents, "_COARSE_TICK", 3600.0)
+    path = tmp_path / "w.bin"
+    path.write_bytes(b"A")
+    contents = FileContents(ANY_TIME, clock=clock)
+    found = contents.look_up([path])
+
+    def end() -> None:
+        clock.sleep(60)
+        contents.close()
+
+    clock.thread(end, "end").start()
+    with pytest.raises(FileChangedError, match="stopped early"):
+        contents.read(found)
+    assert clock.alive == []
 
 
 def hub_file(root: Path, content: bytes, name: str) -> Path:
@@ -353,7 +420,7 @@ def test_a_hub_files_own_digest_counts(tmp_path: Path, cache: DigestCache) -> No
 def test_a_hub_file_that_was_changed_through_its_link_is_read(tmp_path: Path, cache: DigestCache) -> None:
     content = b"weights" * 1000
     path = hub_file(tmp_path, content, hashlib.sha256(content).hexdigest())
-    time.sleep(0.02)
+    tick(tmp_path)
     with path.open("r+b") as file:
         file.write(b"W")
     assert not known(path, cache)
@@ -366,7 +433,7 @@ def test_a_small_hub_file_is_known_by_gits_hash(tmp_path: Path) -> None:
     name = hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()  # noqa: S324 - it is git's
     path = hub_file(tmp_path, content, name)
     assert FileContents(0.0).look_up([path]).of == {path: hashlib.sha256(content).hexdigest()}
-    time.sleep(0.02)
+    tick(tmp_path)
     path.resolve().write_bytes(content + b" ")
     assert FileContents(ANY_TIME).look_up([path]).unread == [path]
 
@@ -382,10 +449,19 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
 
 
 def test_the_start_of_a_process() -> None:
+    """Measured many times, because each pause of the process makes it seem older."""
     before = time.time()
     code = (
-        "import time; from ucm.hashing.file_contents import process_started; time.sleep(.3); print(process_started())"
+        "import time; now = time.time(); from ucm.hashing.file_contents import process_started as started; "
+        "print(max(started() for _ in range(100)), now)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert before - 0.05 <= float(done.stdout) <= time.time() - 0.25
+    found, first_statement = map(float, done.stdout.split())
+    assert before - RESOLUTION <= found <= first_statement + RESOLUTION
     assert process_started() < before
+
+
+def test_a_read_that_took_no_time_can_be_told() -> None:
+    """A clock may not have gone on; the log line is written before the engine's identity is known."""
+    assert "0.50 GB read, " in str(Digests(read_bytes=500_000_000, seconds=0.0))
+    assert "(0.25 GB/s)" in str(Digests(read_bytes=500_000_000, seconds=2.0))

@@ -65,8 +65,7 @@ def pixels(name: str) -> dict[str, Any]:
 
 
 def test_a_plain_request_is_its_tokens() -> None:
-    content = ContentReader(CONFIG).read(Request("r", TOKENS))
-    assert content.is_text
+    assert ContentReader(CONFIG).read(Request("r", TOKENS)).root == b""
     assert keys(Request("r", TOKENS)) == RequestHasher(b"engine").generate_block_hashes(TOKENS, SIZE)
 
 
@@ -153,8 +152,60 @@ def test_two_inputs_of_one_name_in_one_engine_are_not_both_stored() -> None:
     reader = ContentReader(CONFIG)
     one, other = (Request("r", TOKENS, mm_features=[image(CAT, 9, data=pixels(of))]) for of in (CAT, DOG))
     assert reader.read(one) == reader.read(one)
-    with pytest.raises(NotCacheableError, match="the name of another one"):
-        reader.read(other)
+    for request in (other, one):
+        with pytest.raises(NotCacheableError, match="other content under a name of the request"):
+            reader.read(request)
+
+
+def test_a_name_that_stood_for_unknown_data_once_stays_ambiguous() -> None:
+    reader = ContentReader(CONFIG)
+    for data in (pixels(CAT), None, pixels(CAT)):
+        request = Request("r", TOKENS, mm_features=[image(CAT, 9, data=data)])
+        if data is not None and not reader.changes:
+            assert reader.read(request).media
+        else:
+            with pytest.raises(NotCacheableError):
+                reader.read(request)
+
+
+@pytest.mark.parametrize("other", [{"modality": "audio"}, {"data": pixels(DOG)}])
+def test_all_inputs_of_a_refused_request_count_for_their_names(other: dict[str, Any]) -> None:
+    """Its first input is refused; vLLM encodes its second one under the name of a later request's all the same."""
+    reader = ContentReader(CONFIG)
+    refused = Request("r", TOKENS, mm_features=[image("x", 9, data={"a": {1}}), image(CAT, 20, **other)])
+    for request in (refused, Request("s", TOKENS, mm_features=[image(CAT, 9)])):
+        with pytest.raises(NotCacheableError):
+            reader.read(request)
+
+
+def test_two_inputs_that_swap_their_names_are_both_refused() -> None:
+    reader = ContentReader(CONFIG)
+    first = Request("r", TOKENS, mm_features=[image("x", 9, data=pixels(CAT)), image("y", 30, data=pixels(DOG))])
+    second = Request("s", TOKENS, mm_features=[image("x", 9, data=pixels(DOG)), image("y", 30, data=pixels(CAT))])
+    reader.read(first)
+    for request in (second, first, Request("t", TOKENS, mm_features=[image("y", 30, data=pixels(DOG))])):
+        with pytest.raises(NotCacheableError, match="under a name of the request"):
+            reader.read(request)
+
+
+def test_an_encoding_is_named_by_its_adapter_too(tmp_path: Path) -> None:
+    """A vision tower with LoRA: the name of its encoding has the adapter's name, but not its path or content."""
+    reader = ContentReader(CONFIG)
+    ones = [LoRARequest("sql", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2)]
+    features = [image(f"sql:{CAT}", 9, mm_hash=CAT, data=pixels(CAT))]
+    reader.read(Request("r", TOKENS, mm_features=features, lora_request=ones[0]))
+    reader.read(Request("r", TOKENS, mm_features=[image(CAT, 9)]))
+    with pytest.raises(NotCacheableError, match="under a name of the request"):
+        reader.read(Request("r", TOKENS, mm_features=features, lora_request=ones[1]))
+
+
+def test_a_client_cannot_name_an_input_like_the_encoding_of_another_one(tmp_path: Path) -> None:
+    """vLLM keeps both in one cache: an input with a client's name, and one with an adapter's name before its own."""
+    reader, adapter = ContentReader(CONFIG), LoRARequest("sql", 1, str(write_adapter(tmp_path, b"1")))
+    forged, other = image(f"sql:{CAT}", 9, data=pixels(DOG)), image(f"sql:{CAT}", 9, mm_hash=CAT, data=pixels(CAT))
+    reader.read(Request("r", TOKENS, mm_features=[forged]))
+    with pytest.raises(NotCacheableError, match="under a name of the request"):
+        reader.read(Request("s", TOKENS, mm_features=[other], lora_request=adapter))
 
 
 @pytest.mark.parametrize(
@@ -226,10 +277,10 @@ def test_two_prompt_embeddings_share_what_lies_before_the_first_difference(chang
 def test_prompt_embeddings_count_with_their_dtype_and_beside_tokens() -> None:
     rows = [embeddings(), embeddings(np.float64), embeddings().view(np.int32), embeddings()[:, :8], None]
     requests = [Request("r", [0] * 64, prompt_embeds=one) for one in rows]
-    mask = [True] * 8 + [False] * 40
+    mask = [True] * 7 + [False] * 41
     requests.append(Request("r", [0] * 64, prompt_embeds=embeddings(), prompt_is_token_ids=mask))
-    assert len({keys(request)[0] for request in requests}) == 6
-    assert not ContentReader(CONFIG).read(requests[0]).is_text
+    requests.append(Request("r", None, prompt_embeds=embeddings()))
+    assert len({keys(request)[0] for request in requests}) == 7
 
 
 def test_the_layout_of_embeddings_in_memory_does_not_count() -> None:
@@ -284,3 +335,12 @@ def test_content_of_a_kind_that_we_do_not_know_is_not_cacheable() -> None:
     assert keys(LaterRequest("r", TOKENS)) == keys(Request("r", TOKENS))
     with pytest.raises(NotCacheableError, match="'steering_vectors', which UCM does not know"):
         keys(LaterRequest("r", TOKENS, steering_vectors=[1]))
+
+
+def test_encodings_from_other_engines_are_found_by_name() -> None:
+    config = copy.copy(CONFIG)
+    config.ec_transfer_config = SimpleNamespace(ec_connector="ECExampleConnector")  # type: ignore[attr-defined]
+    request = Request("r", TOKENS, mm_features=[image(CAT, 9)])
+    with pytest.raises(NotCacheableError, match="ec_transfer_config"):
+        keys(request, config)
+    assert keys(request, config, trusting=True)

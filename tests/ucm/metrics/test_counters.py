@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -14,18 +14,8 @@ from ucm.integration.vllm.metrics import TIER_SECONDS, ConnectorCounters, Metric
 from ucm.store.base import TierStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ucm.integration.vllm.metric_names import StatsData
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    from ucm.testing.clock import SimulatedClock
 
 
 def test_a_lookup() -> None:
@@ -123,9 +113,8 @@ def test_who_gets_the_counts(export: bool) -> None:
     assert published == [{"ucm:hashed_blocks_total": {"": 1}, "ucm:hash_seconds_total": {"": 0.5}}]
 
 
-def test_closing_says_what_was_not_yet_said(said: list[str]) -> None:
-    clock = Clock()
-    counters = ConnectorCounters(log=MetricsLog(10, clock, lambda *_: None), clock=clock)  # type: ignore[arg-type]
+def test_closing_says_what_was_not_yet_said(clock: SimulatedClock, said: list[str]) -> None:
+    counters = ConnectorCounters(log=MetricsLog(10, clock=clock), clock=clock)
     for _ in range(2):
         counters.failed("save", "full")
         counters.take_data()
@@ -134,9 +123,9 @@ def test_closing_says_what_was_not_yet_said(said: list[str]) -> None:
     assert [line.partition("failed: ")[2] for line in said] == ["save full 1", "load missing 1, save full 1"]
 
 
-def test_closing_says_what_tiers_counted_since_they_were_looked_at(said: list[str]) -> None:
-    clock, store = Clock(), Store()
-    counters = ConnectorCounters(log=MetricsLog(10, clock, lambda *_: None), clock=clock)  # type: ignore[arg-type]
+def test_closing_says_what_tiers_counted_since_they_were_looked_at(clock: SimulatedClock, said: list[str]) -> None:
+    store = Store()
+    counters = ConnectorCounters(log=MetricsLog(10, clock=clock), clock=clock)
     counters.watch(store)
     counters.take_data()
     store.tiers = {"posix": TierStats(failures={"save.full": 3})}
@@ -151,8 +140,8 @@ def idle(*tiers: str) -> dict[str, dict[str, float]]:
     return {name: dict.fromkeys(tiers, 0) for name in ("ucm:tier_resting_ratio", "ucm:tier_queued_bytes")}
 
 
-def test_tiers_are_looked_at_every_few_seconds() -> None:
-    clock, store = Clock(), Store()
+def test_tiers_are_looked_at_every_few_seconds(clock: SimulatedClock) -> None:
+    store = Store()
     counters = ConnectorCounters(clock=clock)
     counters.watch(store)
     store.tiers = {"dram": TierStats(lookups=5, hits=3, used_bytes=7, capacity_bytes=9), "posix": TierStats()}
@@ -164,10 +153,10 @@ def test_tiers_are_looked_at_every_few_seconds() -> None:
         **idle("dram", "posix"),
     }
     looks = store.looks
-    clock.now += TIER_SECONDS / 2
+    clock.advance(TIER_SECONDS / 2)
     assert counters.take_data() is None
     assert store.looks == looks
-    clock.now += TIER_SECONDS
+    clock.advance(TIER_SECONDS)
     store.tiers = {"dram": TierStats(lookups=6, hits=3, evicted_blocks=2, failures={"lookup.unavailable": 1})}
     assert counters.take_data() == {
         "ucm:tier_lookup_blocks_total": {"dram": 1},
@@ -204,37 +193,6 @@ def test_every_counter_of_a_tier_is_exported() -> None:
     assert sorted(one["posix"] for one in data.values()) == sorted(values.values())
 
 
-class Time:
-    """A clock, and the postponed calls."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.put_off: list[tuple[float, Callable[[], None]]] = []
-        self.cancelled = 0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def later(self, seconds: float, call: Callable[[], None]) -> Any:
-        self.put_off.append((self.now + seconds, call))
-        return self
-
-    def cancel(self) -> None:
-        self.cancelled += 1
-
-    def pass_to(self, now: float) -> None:
-        self.now = now
-        due = [call for when, call in self.put_off if when <= now]
-        self.put_off = [(when, call) for when, call in self.put_off if when > now]
-        for call in due:
-            call()
-
-
-@pytest.fixture
-def time() -> Time:
-    return Time()
-
-
 def counts(**calls: Any) -> StatsData:
     counters = ConnectorCounters()
     for name, arguments in calls.items():
@@ -244,55 +202,58 @@ def counts(**calls: Any) -> StatsData:
     return data
 
 
-def test_the_first_is_said_at_once(time: Time, said: list[str]) -> None:
-    MetricsLog(10, time, time.later).add(counts(looked_up=(1000, 750, 0.001)))
+def test_the_first_is_said_at_once(clock: SimulatedClock, said: list[str]) -> None:
+    MetricsLog(10, clock=clock).add(counts(looked_up=(1000, 750, 0.001)))
     assert said == ["[UCM.Connector] 1 lookup: 1 hit, 0 misses; 750 of 1000 tokens found (75.0 %)"]
-    assert not time.put_off
+    assert clock.alive == []
 
 
-def test_what_follows_is_said_together_at_the_end_of_the_interval(time: Time, said: list[str]) -> None:
-    log = MetricsLog(10, time, time.later)
+def test_what_follows_is_said_together_at_the_end_of_the_interval(clock: SimulatedClock, said: list[str]) -> None:
+    log = MetricsLog(10, clock=clock)
     log.add(counts(failed=("load", "corrupt")))
-    time.now = 3
+    clock.advance(3)
     log.add(counts(looked_up=(100, 0, 0.001)))
-    time.now = 5
+    clock.advance(2)
     log.add(counts(looked_up=(100, 50, 0.001), saved=(2, 3_000_000, 0.01)))
+    clock.advance(4.9)
     assert len(said) == 1
-    assert len(time.put_off) == 1
-    time.pass_to(10)
+    assert clock.alive == ["ucm-log"]
+    clock.advance(0.1)
     found = "[UCM.Connector] 2 lookups: 1 hit, 1 miss; 50 of 200 tokens found (25.0 %)"
     assert said[1:] == [f"{found}; saved 2 blocks, 3.0 MB, 10.0 ms a transfer"]
-    time.pass_to(100)
+    assert clock.alive == []
+    clock.advance(90)
     assert len(said) == 2
     log.add(counts(failed=("save", "full")))
     assert said[2:] == ["[UCM.Connector] failed: save full 1"]
 
 
-def test_what_concerns_nobody_is_not_said(time: Time, said: list[str]) -> None:
-    log = MetricsLog(10, time, time.later)
+def test_what_concerns_nobody_is_not_said(clock: SimulatedClock, said: list[str]) -> None:
+    log = MetricsLog(10, clock=clock)
     log.add({"ucm:tier_used_bytes": {"posix": 5}})
     log.add(counts(hashed=(3, 0.1)))
     log.close()
     assert said == []
 
 
-def test_closing_says_the_rest(time: Time, said: list[str]) -> None:
-    log = MetricsLog(10, time, time.later)
+def test_closing_says_the_rest(clock: SimulatedClock, said: list[str]) -> None:
+    log = MetricsLog(10, clock=clock)
     for _ in range(2):
         log.add(counts(failed=("load", "missing", 3)))
     log.close()
     assert said == ["[UCM.Connector] failed: load missing 3"] * 2
-    assert time.cancelled == 1
+    clock.run_until_idle()
+    assert clock.alive == []
     log.close()
     assert len(said) == 2
 
 
-def test_where_blocks_came_from(time: Time, said: list[str]) -> None:
-    MetricsLog(10, time, time.later).add(counts(loaded=(3, 4_200_000, 0.0123, ["posix", "dram", "dram"])))
+def test_where_blocks_came_from(clock: SimulatedClock, said: list[str]) -> None:
+    MetricsLog(10, clock=clock).add(counts(loaded=(3, 4_200_000, 0.0123, ["posix", "dram", "dram"])))
     assert said == ["[UCM.Connector] loaded 3 blocks (from dram 2, posix 1), 4.2 MB, 12.3 ms a transfer"]
 
 
-def test_what_a_tier_did_not_take_is_said(time: Time, said: list[str]) -> None:
+def test_what_a_tier_did_not_take_is_said(clock: SimulatedClock, said: list[str]) -> None:
     """The other tier stored it, so nothing else reports it."""
     counters, store = ConnectorCounters(), Store()
     counters.watch(store)
@@ -307,35 +268,39 @@ def test_what_a_tier_did_not_take_is_said(time: Time, said: list[str]) -> None:
     store.tiers = {"dram": TierStats(failures={"promote.full": 1}), "posix": TierStats(failures=failures)}
     data = counters.take_data()
     assert data is not None
-    MetricsLog(10, time, time.later).add(data)
+    MetricsLog(10, clock=clock).add(data)
     assert said == [
         "[UCM.Connector] saved 1 block, 1.0 MB, 10.0 ms a transfer; not on posix: 13 (full 2, unavailable 11)"
     ]
 
 
-def test_lines_with_failures_are_warnings(time: Time, levels: list[int]) -> None:
-    log = MetricsLog(1, time, time.later)
+def test_lines_with_failures_are_warnings(clock: SimulatedClock, levels: list[int]) -> None:
+    log = MetricsLog(1, clock=clock)
     not_saved: StatsData = {"ucm:tier_failures_total": {"posix.save.unavailable": 1.0}}
     fine, failed = counts(looked_up=(100, 0, 0.001)), counts(failed=("load", "corrupt"))
     for data in (fine, failed, not_saved, fine):
         log.add(data)
-        time.now += 1
+        clock.advance(1)
     assert levels == [logging.INFO, logging.WARNING, logging.WARNING, logging.INFO]
 
 
-def test_a_real_timer_says_the_rest(said: list[str]) -> None:
-    log = MetricsLog(0.05)
-    for _ in range(2):
+def test_where_the_system_allows_no_more_threads_a_later_step_says_the_rest(
+    clock: SimulatedClock, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = create_autospec(clock.thread, side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(clock, "thread", refuse)
+    log = MetricsLog(10, clock=clock)
+    for _ in range(3):
         log.add(counts(failed=("load", "missing")))
-    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    assert all(timer.daemon for timer in timers)
-    for timer in timers:
-        timer.join()
-    assert len(said) == 2
+    assert refuse.call_count == 2, "each step tries again"
+    clock.advance(10)
+    assert len(said) == 1
+    log.add(counts(failed=("load", "missing")))
+    assert said[1:] == ["[UCM.Connector] failed: load missing 3"]
 
 
-def test_a_sparse_method_s_figures_are_counted_as_they_rise() -> None:
-    clock, figures = Clock(), {"rows": 3.0, "requests.failed": 0.0, "select_seconds": 0.25, "not.a.series": 9.0}
+def test_a_sparse_method_s_figures_are_counted_as_they_rise(clock: SimulatedClock) -> None:
+    figures = {"rows": 3.0, "requests.failed": 0.0, "select_seconds": 0.25, "not.a.series": 9.0}
     counters = ConnectorCounters(clock=clock)
     counters.watch_method(lambda: figures)
     assert counters.take_data() == {
@@ -344,5 +309,5 @@ def test_a_sparse_method_s_figures_are_counted_as_they_rise() -> None:
     }
     figures["rows"], figures["requests.failed"] = 5.0, 1.0
     assert counters.take_data() is None, "a look every few seconds"
-    clock.now += TIER_SECONDS
+    clock.advance(TIER_SECONDS)
     assert counters.take_data() == {"ucm:sparse_rows_total": {"": 2}, "ucm:sparse_requests_total": {"failed": 1}}

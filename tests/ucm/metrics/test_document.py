@@ -1,4 +1,4 @@
-"""docs/metrics.md lists exactly the existing metrics."""
+"""docs/metrics.md lists exactly the existing metrics, and docs/monitoring.md names no others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ucm.integration.vllm.metric_names import METRICS
 from ucm.store import base
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+BOTH = "\n".join(path.read_text(encoding="utf-8") for path in (DOCUMENT, DOCUMENT.with_name("monitoring.md")))
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -30,7 +31,7 @@ def test_every_metric_has_its_row() -> None:
 
 def test_no_other_is_named() -> None:
     suffixes = "|_bucket|_sum|_count"
-    for name in re.findall(r"ucm:\w+", DOCUMENT.read_text(encoding="utf-8")):
+    for name in re.findall(r"ucm:\w+", BOTH):
         assert re.sub(rf"({suffixes})$", "", name) in METRICS or name in METRICS
 
 
@@ -42,7 +43,7 @@ def test_every_cause_is_explained() -> None:
 
 
 def test_the_dashboard_is_where_it_says() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", DOCUMENT.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#:]+)\)", BOTH):
         assert (DOCUMENT.parent / target).exists(), target
 
 

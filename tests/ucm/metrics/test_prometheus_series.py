@@ -8,7 +8,7 @@ import pytest
 
 from tests.ucm.metrics.client import CLASSES, Metric
 from ucm.integration.vllm import prometheus
-from ucm.integration.vllm.metric_names import FORMER_METRICS, FORMER_NAMES, METRICS, Kind
+from ucm.integration.vllm.metric_names import METRICS, Kind
 from ucm.integration.vllm.prometheus import SeriesSet
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def series() -> SeriesSet:
 def test_every_metric_is_registered_with_vllms_labels_first() -> None:
     series()
     assert {name: metric.labelnames for name, metric in Metric.taken.items()} == {
-        name: [*LABELS, *metric.labels] for name, metric in {**METRICS, **FORMER_METRICS}.items()
+        name: [*LABELS, *metric.labels] for name, metric in METRICS.items()
     }
 
 
@@ -66,16 +66,6 @@ def test_values_go_where_their_labels_say() -> None:
     assert children["ucm:tier_failures_total"]["llama", "1", "my.tier", "load", "corrupt"].value == 6
     assert children["ucm:tier_used_bytes"]["llama", "1", "my.tier"].value == 7
     assert children["ucm:load_duration_seconds"]["llama", "1"].observed == [0.1, 0.2] * 2
-
-
-@pytest.mark.parametrize(("name", "former"), FORMER_NAMES.items())
-def test_a_renamed_metric_is_exported_under_its_former_name_too(name: str, former: str) -> None:
-    made = series()
-    value: float | list[float] = [0.5] if METRICS[name].kind is Kind.HISTOGRAM else 3.0
-    made.observe({name: {"posix" if METRICS[name].labels else "": value}}, 1)
-    new, old = Metric.taken[name].children, Metric.taken[former].children
-    assert {labels: vars(child) for labels, child in old.items()} == {labels: vars(c) for labels, c in new.items()}
-    assert any(child.value == 3.0 or child.observed == [0.5] for child in old.values())
 
 
 def test_a_second_set_in_a_process_uses_the_same_names() -> None:

@@ -114,9 +114,16 @@ class KVCacheManager:
 """EngineCore in miniature."""
 
 
+def init_none_hash(hash_fn):
+    pass
+
+
 class EngineCore:
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
+        caching_hash_fn = hash
+        init_none_hash(caching_hash_fn)
+        self.hash_function = caching_hash_fn
 
     def _initialize_kv_caches(self, vllm_config):
         kv_cache_specs = self.model_executor.get_kv_cache_specs()

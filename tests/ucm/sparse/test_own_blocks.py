@@ -10,7 +10,7 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.integration.vllm.compat import HASHERS
+from ucm.compat import HASHERS
 from ucm.sparse.blocks import keep_apart
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
@@ -17,7 +16,7 @@ from tests.ucm.sparse.told import told_meanwhile, warnings
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.sparse.attention import AttentionView, StepBatch
 from ucm.sparse.base import Role
-from ucm.sparse.blocks import ReleasedBlocks, SinksAndWindow, require_own_connector
+from ucm.sparse.blocks import ReleasedBlocks, SinksAndWindow
 from ucm.sparse.factory import create_method
 from ucm.sparse.sink_window import SinkWindow
 
@@ -146,23 +145,6 @@ def test_a_step_whose_attention_does_not_ask_is_an_error() -> None:
     method.execute_begin(None, None, None)
     with pytest.raises(SparseMethodError, match="no layer of a step asked what to read"):
         method.execute_finished(None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("module", "refusal"),
-    [
-        ("ucm.integration.vllm.ucm_connector", ""),
-        ("vllm.somewhere", "than UCM's may still need blocks that SinkWindow releases"),
-    ],
-)
-def test_connectors(module: str, refusal: str) -> None:
-    connector = type("SomeConnector", (), {"__module__": module})()
-    with pytest.raises(SparseMethodError, match=refusal) if refusal else nullcontext():
-        require_own_connector(connector, "SinkWindow")
-
-
-def test_no_connector_is_no_obstacle() -> None:
-    require_own_connector(None, "SinkWindow")
 
 
 def scheduler(*managers: Any) -> Any:

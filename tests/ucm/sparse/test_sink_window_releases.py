@@ -8,7 +8,7 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.integration.vllm.compat import ADMISSION_CAPS
+from ucm.compat import ADMISSION_CAPS
 from ucm.sparse.blocks import MANAGER, SPECIFICATION
 
 MANAGERS = "vllm/v1/core/single_type_kv_cache_manager.py"

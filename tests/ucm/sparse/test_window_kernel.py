@@ -20,8 +20,9 @@ from tests.ucm.sparse.steps import step
 from ucm.logger import get_logger
 from ucm.rotary import Rotary, turned
 from ucm.sparse import compiled, window_kernel
+from ucm.sparse.attention import HeadLayout
 from ucm.sparse.rerope import BeyondWindow
-from ucm.sparse.window_kernel import HeadLayout, Shape, Turning, by_tile
+from ucm.sparse.window_kernel import Shape, Turning, by_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from tests.ucm.store.servers import free_port, require, stop
+from tests.ports import free_port
+from tests.ucm.store.servers import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +100,7 @@ class Ceph:
                 process.kill()
             process.wait()
         for where in self._mounts:
-            command = [require("umount", "mount"), "--lazy", str(where)]
+            command = ["umount", "--lazy", str(where)]
             subprocess.run(command, check=False, capture_output=True, timeout=_PATIENCE)
         self._processes.clear()
         self._mounts.clear()

@@ -1,23 +1,30 @@
-"""Fixtures of the store tests: directories, log lines, clocks and servers."""
+"""Fixtures of the store tests: directories, log lines and servers."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.servers import EndedAtOnceError, MooncakeServer, RedisServer, S3Server, cluster, wait_until_whole
+from tests.not_judged import NOT_JUDGED
+from tests.ucm.store.servers import (
+    EndedAtOnceError,
+    MooncakeServer,
+    RedisServer,
+    S3Server,
+    cluster,
+    redis_program,
+    wait_until_whole,
+)
 from ucm.logger import get_logger
-from ucm.store import health, tier
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it
 
@@ -59,25 +66,6 @@ def config(tmp_path: Path) -> StoreConfig:
     return StoreConfig(directories=(str(root),), lookup_cache_keys=0, save_nice=0)
 
 
-class Clock:
-    """A clock that stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock that determines when a rest ends, a thread counts as stuck, and a cached lookup expires."""
-    found = Clock()
-    monkeypatch.setattr(health, "time", found)
-    monkeypatch.setattr(tier, "time", found)
-    return found
-
-
 @pytest.fixture(scope="session")
 def redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis"))
@@ -86,8 +74,10 @@ def redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis
 
 
 @pytest.fixture
-def redis_server(redis_of_session: RedisServer) -> RedisServer:
-    """A running, empty server."""
+def redis_server(redis_of_session: RedisServer, record_property: Callable[[str, object], None]) -> RedisServer:
+    """A running, empty server: Redis, or what takes its place."""
+    if not redis_program()[1]:
+        record_property(NOT_JUDGED, "Redis itself: Valkey took its place")
     if redis_of_session.process is None:
         redis_of_session.start()
     redis_of_session.thaw()

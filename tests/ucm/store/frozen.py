@@ -8,12 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
 
+from ucm.clock import SYSTEM
 from ucm.store.posix import paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pytest
+
+    from ucm.clock import Clock
 
 
 class FrozenDirectory:
@@ -22,13 +25,14 @@ class FrozenDirectory:
     Args:
         monkeypatch: The test's, which replaces the system calls.
         root: The directory.
+        clock: What the calls hang on.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: str, *, clock: Clock = SYSTEM) -> None:
         self._root = root
         self._count = threading.Lock()
         self.calls = 0  #: the calls that hang or have hung
-        self.held, self.thawed = threading.Event(), threading.Event()
+        self.held, self.thawed = clock.event(), clock.event()
         for name in ("access", "stat", "lstat", "mkdir", "open", "statvfs"):
             real = getattr(os, name)
             monkeypatch.setattr(os, name, create_autospec(real, side_effect=partial(self._call, real)))
@@ -36,9 +40,9 @@ class FrozenDirectory:
         monkeypatch.setattr(paths, "_open", lambda: partial(self._call, open_safely))
 
     def _call(self, real: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self._root):
+        if not self.thawed.is_set() and isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self._root):
             with self._count:
-                self.calls += not self.thawed.is_set()
+                self.calls += 1
             self.held.set()
             self.thawed.wait()
         return real(path, *args, **options)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ucm.store.factory import open_store
+from ucm.store.factory import tier_options
+from ucm.store.format import HeaderCodec
 from ucm.store.health import Breaker
+from ucm.store.tier import TierPlace
+from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -14,15 +17,26 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from tests.ucm.store.servers import Server
+    from ucm.clock import Clock
     from ucm.store.base import BlockKey, KVStore, StoreError
     from ucm.store.config import StoreConfig
+    from ucm.store.remote.tiers import Client, RemoteTier
 
 KEYS = [key(number) for number in range(12)]
 ALL = {block: content(block, EVEN) for block in KEYS}
 NAMESPACE = "model/rank-0"
 #: A deadline that is to expire, a limit that suffices on a busy machine, and a limit never reached, in seconds.
 SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
+
+
+class Freezing(Protocol):
+    """What a test can freeze: a server, or the line to it."""
+
+    def freeze(self) -> None:
+        """Let no answer come any more."""
+
+    def thaw(self) -> None:
+        """Go on."""
 
 
 def causes(store: KVStore, keys: Sequence[BlockKey] = KEYS) -> set[str]:
@@ -42,15 +56,30 @@ def recover(store: KVStore) -> None:
     eventually(lambda: not save(store, KEYS, EVEN).failed and fetch(store, KEYS, EVEN)[0] == ALL, store.stats)
 
 
+def open_over(
+    tier: type[RemoteTier], client: Client, config: StoreConfig, namespace: str = NAMESPACE, *, clock: Clock
+) -> KVStore:
+    """Open a store above one tier with a client of the test's own, as ``open_store`` does with that of the process."""
+    codec = HeaderCodec(namespace, EVEN, None)
+    options: Any = tier_options(tier, config.pipeline, config.tiers[config.pipeline])
+    place = TierPlace(config.pipeline, namespace, EVEN, codec, config, None, clock)
+    return TieredStore([tier(options, place, client)], codec, config, clock=clock)
+
+
 def assert_one_deadline(
-    server: Server, tier: str, resting: StoreConfig, monkeypatch: pytest.MonkeyPatch, *, connected: bool = False
+    server: Freezing,
+    tier: str,
+    opened: Callable[[str], KVStore],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    connected: bool = False,
 ) -> None:
     """Check that two stores ask a frozen server once in all, whatever they want.
 
     Args:
-        server: A server with `KEYS`.
+        server: A server with `KEYS`, or the line to it.
         tier: Its tier's name in the statistics.
-        resting: A store above it whose rest after a failure does not end.
+        opened: Opens a store above it, by its namespace, whose rest after a failure does not end.
         monkeypatch: Counts failures.
         connected: Whether the server freezes only after it has answered.
     """
@@ -60,7 +89,7 @@ def assert_one_deadline(
         failures.append(error.cause)
         failed(self, error)
 
-    with open_store(resting, NAMESPACE, EVEN) as one, open_store(resting, "model/rank-1", EVEN) as two:
+    with opened(NAMESPACE) as one, opened("model/rank-1") as two:
         if connected:
             assert one.lookup_on_prefix(KEYS) == len(KEYS)
         monkeypatch.setattr(Breaker, "failed", counted)

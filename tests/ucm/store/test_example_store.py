@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from transforms.pipeline.package import ROOT, build_wheel
+from transforms.pipeline.package import build_wheel
+from transforms.place import ROOT
 from ucm import cli
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,8 @@ from ucm.testing.conformance import PROCESSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(200)]
@@ -53,15 +54,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_writer_killed_at_any_moment_leaves_whole_blocks(config: StoreConfig) -> None:
     chance = np.random.default_rng(11)
     for attempt in range(8):
+        mine, its = PROCESSES.Pipe(duplex=False)
         writers = [
-            PROCESSES.Process(target=save_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i)) for i in (0, 1)
+            PROCESSES.Process(target=save_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i, its))
+            for i in (0, 1)
         ]
         for writer in writers:
             writer.start()
+        its.close()
         root = Path(config.directories[0], NAMESPACE)
-        while not any(root.glob("??/*")):
-            time.sleep(0.01)
-        time.sleep(float(chance.random()) * 0.05)
+        for _ in range(int(chance.integers(50, 150))):
+            mine.recv()
         for writer in writers:
             writer.kill()
         for writer in writers:
@@ -95,15 +98,17 @@ def test_a_full_disk(small_disk: Path, said: list[str]) -> None:
         assert save(store, list(outcome.failed)[:3], EVEN).failed == {}
 
 
-def test_a_full_disk_below_the_capacity_makes_room(small_disk: Path) -> None:
+def test_a_full_disk_below_the_capacity_makes_room(small_disk: Path, clock: SimulatedClock) -> None:
     config = StoreConfig(
         directories=(str(small_disk),), lookup_cache_keys=0, rest_seconds=0.0, posix_capacity_bytes=1 << 30
     )
-    with open_store(config, NAMESPACE, EVEN) as store:
-        deadline = time.monotonic() + 60
-        while not (store.stats()["posix"].evicted_blocks and save(store, KEYS[199:], EVEN).done):
-            assert time.monotonic() < deadline
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
+
+        def makes_room() -> bool:
             save(store, KEYS[:25], EVEN)
+            return bool(store.stats()["posix"].evicted_blocks and save(store, KEYS[199:], EVEN).done)
+
+        clock.run_until(makes_room)
         assert fetch(store, KEYS[199:], EVEN)[0] == {KEYS[199]: content(KEYS[199], EVEN)}
 
 

@@ -2,68 +2,63 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store import health
+from ucm.background import call_later
 from ucm.store.base import BlockMissingError, StoreUnavailableError
 from ucm.store.health import Breaker
 from ucm.store.tier import TierCounters
 
 if TYPE_CHECKING:
-    from tests.ucm.store.conftest import Clock
+    from ucm.testing.clock import SimulatedClock
 
 
 @pytest.fixture
-def resting(clock: Clock) -> Breaker:
+def resting(clock: SimulatedClock) -> Breaker:
     """A breaker whose rest is over: the next call is the probe."""
-    breaker = Breaker("it", 3, 30.0)
+    breaker = Breaker("it", 3, 30.0, clock=clock)
     for _ in range(3):
         assert breaker.allows()
         breaker.failed(StoreUnavailableError("broken"))
     assert not breaker.allows()
-    clock.now += 30
+    clock.advance(30)
     return breaker
 
 
+@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
 @pytest.mark.parametrize("goes_well", [True, False])
-def test_who_comes_during_the_probe_hears_how_it_went(
-    resting: Breaker, goes_well: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "_PROBE_SECONDS", 60.0)
+def test_who_comes_during_the_probe_hears_how_it_went(resting: Breaker, goes_well: bool, clock: SimulatedClock) -> None:
     assert resting.allows()
-    with ThreadPoolExecutor(8) as pool:
-        others = [pool.submit(resting.allows) for _ in range(8)]
-        time.sleep(0.05)
-        assert not any(other.done() for other in others)
-        if goes_well:
-            resting.succeeded()
-        else:
-            resting.failed(StoreUnavailableError("broken"))
-        assert [other.result(timeout=60) for other in others] == [goes_well] * 8
+    others = [call_later(resting.allows, "other", clock=clock) for _ in range(8)]
+    clock.advance(0.9)
+    assert not any(other.done() for other in others)
+    if goes_well:
+        resting.succeeded()
+    else:
+        resting.failed(StoreUnavailableError("broken"))
+    clock.run_until_idle()
+    assert [other.done() for other in others] == [True] * 8
+    assert [other.result() for other in others] == [goes_well] * 8
 
 
-def test_a_probe_that_hangs_keeps_the_others_for_a_moment(resting: Breaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PROBE_SECONDS", 0.01)
+def test_a_probe_that_hangs_keeps_the_others_for_a_moment(resting: Breaker, clock: SimulatedClock) -> None:
     assert resting.allows()
-    waiting = threading.Thread(target=resting.allows)
-    waiting.start()
-    waiting.join(timeout=60)
-    assert not waiting.is_alive()
+    began = clock.monotonic()
     assert not resting.allows()
+    assert clock.monotonic() - began == 1.0
+    assert not resting.allows()
+    assert clock.monotonic() - began == 1.0
 
 
-def test_the_reason_is_said_at_each_rest(resting: Breaker, said: list[str], clock: Clock) -> None:
+def test_the_reason_is_said_at_each_rest(resting: Breaker, said: list[str], clock: SimulatedClock) -> None:
     said.clear()
     for reason in ("still broken", "no permission"):
         assert resting.allows()
         resting.failed(StoreUnavailableError(reason))
         resting.failed(StoreUnavailableError("of a call that was under way"))
-        clock.now += 30
+        clock.advance(30)
     assert said == [
         "[UCM.Store] it rests for 30 s after 4 failures in a row: still broken",
         "[UCM.Store] it rests for 30 s after 6 failures in a row: no permission",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
     from ucm.store.posix.index import NameIndex
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(40)]
@@ -43,10 +43,10 @@ def layout(config: StoreConfig) -> Layout:
 
 
 @pytest.fixture
-def store(config: StoreConfig) -> Iterator[KVStore]:
-    with open_store(config, NAMESPACE, ODD) as opened:
+def store(config: StoreConfig, clock: SimulatedClock) -> Iterator[KVStore]:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as opened:
         save(opened, KEYS[:30], ODD)
-        learn(opened)
+        learn(clock, opened)
         yield opened
 
 
@@ -62,19 +62,16 @@ def index_of(store: KVStore) -> NameIndex:
     return found
 
 
-def learn(store: KVStore) -> None:
+def learn(clock: SimulatedClock, store: KVStore) -> None:
     """Make the store list the block names."""
     for index in indexes_of(store):
         index.tested(posix_index.WORTH)
-    wait_until_listed(store)
+    wait_until_listed(clock, store)
 
 
-def wait_until_listed(store: KVStore) -> None:
-    deadline = time.monotonic() + 60
-    for index in indexes_of(store):
-        while index._names is None or index._thread is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+def wait_until_listed(clock: SimulatedClock, store: KVStore) -> None:
+    clock.run_until(lambda: posix_index.INDEX_THREAD not in clock.alive)
+    assert all(index._names is not None for index in indexes_of(store))
 
 
 def watch_tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -97,24 +94,29 @@ def test_what_is_known_is_not_asked_for(store: KVStore, layout: Layout, monkeypa
     assert sorted(set(made)) == sorted(layout.block(block) for block in KEYS[30:])
 
 
-def test_the_names_are_listed_after_many_questions(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_are_listed_after_many_questions(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     monkeypatch.setattr(posix_index, "WORTH", 100)
-    with open_store(config, NAMESPACE, ODD) as writer, open_store(config, NAMESPACE, None) as finder:
+    with (
+        open_store(config, NAMESPACE, ODD, clock=clock) as writer,
+        open_store(config, NAMESPACE, None, clock=clock) as finder,
+    ):
         save(writer, KEYS[:30], ODD)
         finder.lookup(KEYS)
         finder.lookup(KEYS)
         assert index_of(finder)._names is None
         finder.lookup_on_prefix(KEYS)
-        wait_until_listed(finder)
+        wait_until_listed(clock, finder)
         made = watch_tests(monkeypatch)
         assert finder.lookup(KEYS[:30]) == [True] * 30
         assert made == []
 
 
 def test_others_blocks_are_found_and_then_known(
-    store: KVStore, config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    store: KVStore, config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    with open_store(config, NAMESPACE, ODD) as other:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as other:
         save(other, KEYS[30:35], ODD)
     save(store, KEYS[35:], ODD)
     made = watch_tests(monkeypatch)
@@ -136,10 +138,12 @@ def test_what_another_evicts_is_forgotten(store: KVStore, layout: Layout) -> Non
     assert store.lookup(KEYS) == [True] * 5 + [False] * 5 + [True] * 20 + [False] * 10
 
 
-def test_what_another_quarantines_is_forgotten(store: KVStore, config: StoreConfig, layout: Layout) -> None:
+def test_what_another_quarantines_is_forgotten(
+    store: KVStore, config: StoreConfig, layout: Layout, clock: SimulatedClock
+) -> None:
     path = Path(layout.block(KEYS[3]))
     path.write_bytes(path.read_bytes()[:-1])
-    with open_store(config, NAMESPACE, ODD) as other:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as other:
         assert KEYS[3] in fetch(other, KEYS[:5], ODD)[1]
     assert store.lookup(KEYS[:5]) == [True, True, True, False, True]
 
@@ -153,13 +157,12 @@ def test_what_somebody_deleted_is_found_out_by_loading(store: KVStore, layout: L
     assert store.lookup(KEYS[:5]) == [True] * 5
 
 
-def test_or_when_the_names_are_listed_again(store: KVStore, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_or_when_the_names_are_listed_again(store: KVStore, layout: Layout, clock: SimulatedClock) -> None:
     Path(layout.block(KEYS[3])).unlink()
     save(store, KEYS[30:31], ODD)
-    monkeypatch.setattr(posix_index, "_LISTED_SECONDS", 0.0)
+    clock.advance(posix_index._LISTED_SECONDS + 1)
     store.lookup(KEYS[:1])
-    wait_until_listed(store)
-    monkeypatch.undo()
+    wait_until_listed(clock, store)
     assert store.lookup(KEYS) == [index != 3 and index <= 30 for index in range(40)]
 
 
@@ -169,13 +172,15 @@ def test_a_directory_that_vanished_is_forgotten(store: KVStore, layout: Layout) 
     assert index_of(store)._names is None
 
 
-def test_a_deleted_or_new_log_begins_anew(store: KVStore, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_or_new_log_begins_anew(
+    store: KVStore, layout: Layout, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     log_removals(layout, [KEYS[0]])
     store.lookup(KEYS)
     Path(posix_index.removals_path(layout)).unlink()
     assert store.lookup(KEYS) == [True] * 30 + [False] * 10  # by checking files, as the next line shows
     assert index_of(store)._names is None
-    learn(store)
+    learn(clock, store)
     monkeypatch.setattr(posix_index, "_LONGEST", 10)
     log_removals(layout, [KEYS[1], KEYS[2]])
     assert store.lookup(KEYS) == [True] * 30 + [False] * 10
@@ -207,22 +212,24 @@ def test_much_that_is_new_is_merged(store: KVStore, layout: Layout, monkeypatch:
     assert store.lookup(KEYS) == [False] * 40
 
 
-def test_files_that_are_no_blocks_do_not_hide_those_that_are(store: KVStore, layout: Layout) -> None:
+def test_files_that_are_no_blocks_do_not_hide_those_that_are(
+    store: KVStore, layout: Layout, clock: SimulatedClock
+) -> None:
     for name in ("x", "0" * 13, "zz" * 31):
         Path(layout.block(KEYS[0])).with_name(name).write_bytes(b"")
     index_of(store).forget()
-    learn(store)
+    learn(clock, store)
     assert index_of(store).known(KEYS) == [True] * 30 + [False] * 10
 
 
-def test_several_directories(tmp_path: Path, config: StoreConfig) -> None:
+def test_several_directories(tmp_path: Path, config: StoreConfig, clock: SimulatedClock) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
     several = replace(config, directories=tuple(map(str, roots)))
-    with open_store(several, NAMESPACE, ODD) as store:
+    with open_store(several, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
-        learn(store)
+        learn(clock, store)
         known = [index.known(KEYS) or [] for index in indexes_of(store)]
         assert [sum(of_key) for of_key in zip(*known, strict=True)] == [1] * 40
         evict(str(roots[0]), scan(str(roots[0])), 1e12, lambda _: None)
@@ -231,11 +238,11 @@ def test_several_directories(tmp_path: Path, config: StoreConfig) -> None:
         assert 0 < sum(expected) < 40
 
 
-def test_an_empty_store_can_be_listed(config: StoreConfig) -> None:
-    with open_store(config, NAMESPACE, ODD) as store:
+def test_an_empty_store_can_be_listed(config: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS[:1], ODD)
         Path(Layout(config.directories[0], NAMESPACE).block(KEYS[0])).unlink()
-        learn(store)
+        learn(clock, store)
         assert index_of(store).known(KEYS) == [False] * 40
         save(store, KEYS[:2], ODD)
         assert store.lookup(KEYS) == [True] * 2 + [False] * 38

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
 
 CALLS = ("mkdir", "fsync", "rename")
 
@@ -56,19 +56,16 @@ def test_whoever_comes_next_makes_the_rest(config: StoreConfig, monkeypatch: pyt
     assert [layout.namespace for layout in namespaces(config.directories[0])] == ["n"]
 
 
-def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, clock: SimulatedClock) -> None:
     """``rm -r`` next to a running writer may delete the marker and leave the rest."""
-    monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
     layout = Layout(config.directories[0], "n")
-    with open_store(config, "n", ODD) as store:
+    with open_store(config, "n", ODD, clock=clock) as store:
         save(store, [key(1)], ODD)
     Path(layout.base, "NAMESPACE").unlink()
-    with open_store(config, "n", ODD) as store:
+    with open_store(config, "n", ODD, clock=clock) as store:
         save(store, [key(2)], ODD)
-        deadline = time.monotonic() + 60
-        while not list(namespaces(config.directories[0])):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        clock.advance(posix_space._FIRST_SECONDS + 1)
+    assert [found.namespace for found in namespaces(config.directories[0])] == ["n"]
 
 
 def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

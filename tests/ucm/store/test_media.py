@@ -24,16 +24,16 @@ from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
-    from tests.ucm.store.conftest import Clock
     from ucm.store.base import BlockTransfer, StoreError
     from ucm.store.format import HeaderCodec
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
 
 
-def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig) -> None:
-    with open_store(config, NAMESPACE, ODD) as store:
+def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         Path(config.directories[0], "USED").unlink()
         for child in Path(config.directories[0]).iterdir():
@@ -44,9 +44,9 @@ def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig) -> No
         assert store.lookup(KEYS) == [True] * len(KEYS)
 
 
-def test_a_deleted_directory_is_made_again_at_once(config: StoreConfig, said: list[str]) -> None:
+def test_a_deleted_directory_is_made_again_at_once(config: StoreConfig, said: list[str], clock: SimulatedClock) -> None:
     root = Path(config.directories[0])
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         shutil.rmtree(root)
         assert fetch(store, KEYS, ODD)[0] == {}
@@ -57,11 +57,11 @@ def test_a_deleted_directory_is_made_again_at_once(config: StoreConfig, said: li
 
 
 def test_a_directory_whose_file_system_went_comes_back_after_a_rest(
-    config: StoreConfig, said: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    config: StoreConfig, said: list[str], clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests may not unmount: the directory is deleted, and its parent made to look like another file system."""
     root = Path(config.directories[0])
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         shutil.rmtree(root)
         monkeypatch.setattr(posix_tier, "_device", lambda path: 0)
@@ -70,18 +70,18 @@ def test_a_directory_whose_file_system_went_comes_back_after_a_rest(
             assert isinstance(save(store, [block], ODD).failed[block], StoreUnavailableError)
         assert not root.exists()
         assert any("rests for 30 s after 3 failures" in line for line in said)
-        clock.now += config.rest_seconds
+        clock.advance(config.rest_seconds)
         assert save(store, KEYS, ODD).failed == {}, "what is queued behind the probe waits for it"
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
         assert any(line.endswith("works again") for line in said)
         assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
-def test_a_directory_without_a_parent_stays_away(config: StoreConfig, tmp_path: Path) -> None:
+def test_a_directory_without_a_parent_stays_away(config: StoreConfig, tmp_path: Path, clock: SimulatedClock) -> None:
     root = tmp_path / "mount" / "root"
     root.mkdir(parents=True)
     with open_store(
-        replace(config, directories=(str(root),), rest_seconds=0.0, failures_until_rest=1), NAMESPACE, ODD
+        replace(config, directories=(str(root),), rest_seconds=0.0, failures_until_rest=1), NAMESPACE, ODD, clock=clock
     ) as store:
         shutil.rmtree(root.parent)
         for _ in range(3):
@@ -89,14 +89,13 @@ def test_a_directory_without_a_parent_stays_away(config: StoreConfig, tmp_path: 
         assert not root.parent.exists()
 
 
-@pytest.mark.usefixtures("clock")
-def test_the_other_directories_go_on(tmp_path: Path) -> None:
+def test_the_other_directories_go_on(tmp_path: Path, clock: SimulatedClock) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
     config = StoreConfig(directories=tuple(map(str, roots)), lookup_cache_keys=0)
     keys = [key(number) for number in range(60)]
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, keys, ODD)
         held = [sum(Path(Layout(str(root), NAMESPACE).block(block)).exists() for block in keys) for root in roots]
         assert sum(held) == len(keys)
@@ -127,11 +126,12 @@ def test_what_the_medium_refuses_while_writing(
     number: int,
     error: type[Exception],
     cause: str,
+    clock: SimulatedClock,
 ) -> None:
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", refuse)
             result = store.wait(store.save([memory.transfer() for memory in filled(KEYS[:2], ODD)]))
@@ -145,31 +145,33 @@ def test_what_the_medium_refuses_while_writing(
 
 
 def test_the_first_cause_is_kept_through_a_rest(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     """For instance, a save refused by a full disk is counted as such, also while the directory rests."""
 
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    with open_store(replace(config, save_threads=1), NAMESPACE, ODD) as store:
+    with open_store(replace(config, save_threads=1), NAMESPACE, ODD, clock=clock) as store:
         number = errno.ENOSPC
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", refuse)
             assert {type(error) for error in save(store, KEYS[:8], ODD).failed.values()} == {StoreFullError}
             assert store.stats()["posix"].failures == {"save.full": 8}
-            clock.now += config.rest_seconds
+            clock.advance(config.rest_seconds)
             number = errno.ESTALE
             assert {type(error) for error in save(store, KEYS[:8], ODD).failed.values()} == {StoreUnavailableError}
-        clock.now += config.rest_seconds
+        clock.advance(config.rest_seconds)
         assert save(store, KEYS, ODD).failed == {}
 
 
-def test_a_medium_that_fails_while_publishing(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_that_fails_while_publishing(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "made up")
 
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS[1:2], ODD)
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", refuse)
@@ -179,7 +181,7 @@ def test_a_medium_that_fails_while_publishing(config: StoreConfig, monkeypatch: 
 
 
 def test_a_medium_that_fails_while_reading_rests(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     calls = 0
 
@@ -188,14 +190,14 @@ def test_a_medium_that_fails_while_reading_rests(
         calls += 1
         raise OSError(errno.ETIMEDOUT, "made up")
 
-    with open_store(replace(config, load_threads=1), NAMESPACE, ODD) as store:
+    with open_store(replace(config, load_threads=1), NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", refuse)
             assert len(fetch(store, KEYS, ODD)[1]) == len(KEYS)
             assert calls == config.failures_until_rest
         assert store.lookup(KEYS) == [False] * len(KEYS)
-        clock.now += config.rest_seconds
+        clock.advance(config.rest_seconds)
         # The probe is the first load, not a lookup.
         assert store.lookup(KEYS) == [True] * len(KEYS)
         assert store.lookup_on_prefix(KEYS) == len(KEYS)
@@ -205,23 +207,25 @@ def test_a_medium_that_fails_while_reading_rests(
 
 
 def test_a_medium_that_says_that_a_block_is_gone_works_again(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ETIMEDOUT, "made up")
 
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", refuse)
             fetch(store, KEYS, ODD)
-        clock.now += config.rest_seconds
+        clock.advance(config.rest_seconds)
         assert isinstance(fetch(store, [key(99)], ODD)[1][key(99)], BlockMissingError)  # the probe
         assert store.lookup(KEYS) == [True] * len(KEYS)
         assert fetch(store, KEYS, ODD)[1] == {}
 
 
-def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_are_continued(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     """A signal or a network file system may cause them."""
     pwritev, preadv = os.pwritev, os.preadv
 
@@ -233,13 +237,13 @@ def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "pwritev", some_written)
     monkeypatch.setattr(os, "preadv", some_read)
-    with open_store(config, NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
 
 
 def test_direct_io_gives_way_where_it_is_refused(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str], clock: SimulatedClock
 ) -> None:
     plain, plain_in = posix_paths._open(), os.open
 
@@ -256,14 +260,17 @@ def test_direct_io_gives_way_where_it_is_refused(
     monkeypatch.setattr(posix_paths, "_open", lambda: refuse)
     monkeypatch.setattr(os, "open", refuse_in)
     direct = replace(config, direct_io=True)
-    with open_store(direct, NAMESPACE, ODD) as store, open_store(direct, NAMESPACE, ODD) as reader:
+    with (
+        open_store(direct, NAMESPACE, ODD, clock=clock) as store,
+        open_store(direct, NAMESPACE, ODD, clock=clock) as reader,
+    ):
         save(store, KEYS, ODD)
         assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
     assert len([line for line in said if "refuses direct I/O" in line]) == 2
 
 
 def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str], clock: SimulatedClock
 ) -> None:
     cut = os.ftruncate
     refused: list[int] = []
@@ -276,7 +283,10 @@ def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
 
     monkeypatch.setattr(os, "ftruncate", refuse_once)
     direct = replace(config, direct_io=True)
-    with open_store(direct, NAMESPACE, ODD) as store, open_store(config, NAMESPACE, ODD) as reader:
+    with (
+        open_store(direct, NAMESPACE, ODD, clock=clock) as store,
+        open_store(config, NAMESPACE, ODD, clock=clock) as reader,
+    ):
         assert save(store, KEYS, ODD).failed == {}
         assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
     assert refused
@@ -284,10 +294,10 @@ def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
 
 
 def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     read = posix_files._read
-    with open_store(replace(config, direct_io=True), NAMESPACE, ODD) as store:
+    with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         assert isinstance(store, TieredStore)
         tier = store._tiers[0]
@@ -329,7 +339,7 @@ def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINTR, None])
 def test_claiming_space_is_left_where_it_cannot_be(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, number: int | None
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, number: int | None, clock: SimulatedClock
 ) -> None:
     calls = 0
 
@@ -341,19 +351,21 @@ def test_claiming_space_is_left_where_it_cannot_be(
 
     monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse if number else None)
     large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
-    with open_store(replace(config, save_threads=1), NAMESPACE, large) as store:
+    with open_store(replace(config, save_threads=1), NAMESPACE, large, clock=clock) as store:
         assert save(store, KEYS[:3], large).failed == {}
         assert fetch(store, KEYS[:3], large)[0] == {block: content(block, large) for block in KEYS[:3]}
     assert calls == {errno.EOPNOTSUPP: 1, errno.EINTR: 3, None: 0}[number]
 
 
-def test_a_block_for_which_no_space_can_be_claimed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_for_which_no_space_can_be_claimed(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     def refuse(*_: int) -> int:
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
     monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse)
     large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
-    with open_store(config, NAMESPACE, large) as store:
+    with open_store(config, NAMESPACE, large, clock=clock) as store:
         assert isinstance(save(store, KEYS[:1], large).failed[KEYS[0]], StoreFullError)
         assert files(config.directories[0]) == []

@@ -8,19 +8,34 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store.remote_blocks import ALL, KEYS, LONG, NAMESPACE, NEVER, SHORT, assert_one_deadline, causes, recover
-from tests.ucm.store.servers import MooncakeServer, Server, free_port
+from tests.ports import free_port
+from tests.system import MOONCAKE
+from tests.ucm.store.line import MooncakeLine
+from tests.ucm.store.remote_blocks import (
+    ALL,
+    KEYS,
+    LONG,
+    NAMESPACE,
+    NEVER,
+    SHORT,
+    assert_one_deadline,
+    causes,
+    open_over,
+    recover,
+)
+from tests.ucm.store.servers import MooncakeServer, Server
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import namespace_digest
+from ucm.store.remote.tiers import MooncakeOptions, MooncakeTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -29,6 +44,8 @@ if TYPE_CHECKING:
 
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore, StoreError
+    from ucm.store.remote.tiers import Client
+    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: Options with which an answer does not arrive in time.
@@ -179,9 +196,55 @@ def test_a_server_that_is_full_is_read_all_the_same() -> None:
 # A master that fails.
 
 
+@pytest.fixture
+def line(clock: SimulatedClock, client: Any) -> MooncakeLine:
+    """Between a store in simulated time and the master."""
+    return MooncakeLine(clock, client)
+
+
+def over(line: MooncakeLine, config: StoreConfig, clock: SimulatedClock) -> Client:
+    """Return a client in simulated time whose calls go through a line."""
+    from ucm.store.remote.mooncake_client import MooncakeClient  # noqa: PLC0415 - starts a Go runtime in the process
+
+    options = MooncakeOptions.model_validate(config.tiers["Mooncake"])
+    return MooncakeClient(options, "", config.failures_until_rest, config.rest_seconds, clock=clock, connected=line)
+
+
 @pytest.mark.usefixtures("store")
-def test_a_frozen_master_costs_one_deadline_per_rest(mooncake: MooncakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_one_deadline(mooncake, "mooncake", config(mooncake.address, NEVER, **HURRIED), monkeypatch, connected=True)
+def test_a_frozen_master_costs_one_deadline_per_rest(
+    mooncake: MooncakeServer, line: MooncakeLine, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resting = config(mooncake.address, NEVER)
+    began = clock.monotonic()
+    with closing(over(line, resting, clock)) as client:
+        assert_one_deadline(
+            line,
+            "mooncake",
+            lambda namespace: open_over(MooncakeTier, client, resting, namespace, clock=clock),
+            monkeypatch,
+            connected=True,
+        )
+    assert clock.monotonic() - began == LONG
+
+
+@pytest.mark.usefixtures("store")
+def test_a_late_answer_changes_no_memory_and_gives_its_thread_back(
+    mooncake: MooncakeServer, line: MooncakeLine, clock: SimulatedClock
+) -> None:
+    simulated = config(mooncake.address)
+    with (
+        closing(over(line, simulated, clock)) as client,
+        open_over(MooncakeTier, client, simulated, clock=clock) as store,
+    ):
+        line.freeze()
+        memories = [Memory(block, EVEN) for block in KEYS]
+        failed = store.wait(store.load([memory.transfer() for memory in memories])).failed
+        assert {error.cause for error in failed.values()} == {"timeout"}
+        line.thaw()
+        clock.advance(LONG)
+        assert not any(any(memory.data) for memory in memories)
+        assert store.lookup(KEYS) == [True] * len(KEYS), "the probe"
+        assert fetch(store, KEYS, EVEN)[0] == ALL
 
 
 def test_a_master_that_thaws_is_used_again(hurried: KVStore, mooncake: MooncakeServer) -> None:
@@ -242,6 +305,7 @@ def test_a_master_that_restarts_knows_no_value(store: KVStore, mooncake: Mooncak
 
 
 def test_a_master_that_is_not_there() -> None:
+    MOONCAKE.require()
     with open_store(config(f"127.0.0.1:{free_port()}"), NAMESPACE, EVEN) as store:
         assert set(save(store, KEYS, EVEN).failed) == set(KEYS)
         (error, *_) = fetch(store, KEYS, EVEN)[1].values()
@@ -250,6 +314,7 @@ def test_a_master_that_is_not_there() -> None:
 
 def test_a_server_of_another_kind() -> None:
     """Mooncake's client would try it for 30 seconds, in which no thread of the process runs."""
+    MOONCAKE.require()
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with open_store(config(f"127.0.0.1:{server.server_port}"), NAMESPACE, EVEN) as store:
@@ -259,6 +324,7 @@ def test_a_server_of_another_kind() -> None:
 
 
 def test_a_port_that_says_nothing() -> None:
+    MOONCAKE.require()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with open_store(config(address, **HURRIED), NAMESPACE, EVEN) as store:
@@ -317,7 +383,7 @@ def test_a_missing_client_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ConfigError, match="client of Mooncake") as caught:
         open_store(config("127.0.0.1:1"), NAMESPACE, EVEN)
-    assert "ucm-runtime[mooncake]" in caught.value.fix
+    assert "-m pip install '<ucm_runtime wheel>[mooncake]'" in caught.value.fix
 
 
 def test_the_doctor_connects(mooncake: MooncakeServer, tmp_path: Path) -> None:

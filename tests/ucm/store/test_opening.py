@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
@@ -17,51 +15,45 @@ from ucm.store.factory import OpeningStore, open_store
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.ucm.store.conftest import Clock
     from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
 
 KEYS = [key(number) for number in range(8)]
-LONG = 60.0
 
 
 class Frozen:
     """A store under a directory that does not answer."""
 
-    def __init__(self, config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.config = config
-        self.directory = FrozenDirectory(monkeypatch, config.directories[0])
-        self.store = OpeningStore(partial(open_store, config, "n", EVEN), config.stuck_seconds)
-        assert self.directory.held.wait(LONG)
+    def __init__(self, config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock) -> None:
+        self.config, self.clock = config, clock
+        self.directory = FrozenDirectory(monkeypatch, config.directories[0], clock=clock)
+        self.store = OpeningStore(
+            partial(open_store, config, "n", EVEN, clock=clock), config.stuck_seconds, clock=clock
+        )
+        self.directory.held.wait()
 
     def thaw(self) -> None:
         self.directory.thawed.set()
-        wait_until(lambda: bool(self.store.stats()))
-        assert self.store.flush(LONG)
+        self.clock.run_until(lambda: bool(self.store.stats()))
+        assert self.store.flush(60)
 
     def stored(self) -> list[bytes]:
-        with open_store(self.config, "n", EVEN) as other:
+        with open_store(self.config, "n", EVEN, clock=self.clock) as other:
             return list(fetch(other, KEYS, EVEN)[0].values())
 
 
 @pytest.fixture
-def frozen(config: StoreConfig, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frozen]:
-    del clock  # the fixture stops the clock, so nothing counts as stuck
-    found = Frozen(config, monkeypatch)
+def frozen(config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frozen]:
+    found = Frozen(config, monkeypatch, clock)
     yield found
     found.directory.thawed.set()
     found.store.close()
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
+@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
 def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Frozen) -> None:
     store = frozen.store
     assert (store.lookup(KEYS), store.lookup_on_prefix(KEYS), store.stats()) == ([False] * 8, 0, {})
@@ -91,10 +83,12 @@ def test_what_was_discarded_meanwhile_is_not_stored(frozen: Frozen) -> None:
     assert frozen.store.lookup(KEYS) == [False] * 4 + [True] * 4
 
 
-def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(frozen: Frozen, clock: Clock) -> None:
+def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(
+    frozen: Frozen, clock: SimulatedClock
+) -> None:
     store, memories = frozen.store, filled(KEYS, EVEN)
     tasks = [store.save([memory.transfer() for memory in memories]), store.commit(KEYS)]
-    clock.now += frozen.config.stuck_seconds
+    clock.advance(frozen.config.stuck_seconds)
     tasks.append(store.load([memory.transfer() for memory in filled(KEYS, EVEN)]))
     assert all(store.check(task) for task in tasks)
     failed = [store.wait(task).failed for task in tasks]
@@ -108,28 +102,22 @@ def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(fro
     assert frozen.stored() == [content(block, EVEN) for block in KEYS]
 
 
-def test_whoever_waits_for_a_task_waits_no_longer_than_the_patience(frozen: Frozen, clock: Clock) -> None:
+def test_whoever_waits_for_a_task_waits_no_longer_than_the_patience(frozen: Frozen, clock: SimulatedClock) -> None:
     task = frozen.store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
-    failed: list[set[object]] = []
-    waiting = threading.Thread(target=lambda: failed.append(set(frozen.store.wait(task).failed)), daemon=True)
-    waiting.start()
-    clock.now += frozen.config.stuck_seconds
-    waiting.join(LONG)
-    assert failed == [set(KEYS)]
+    began = clock.monotonic()
+    assert set(frozen.store.wait(task).failed) == set(KEYS)
+    assert clock.monotonic() - began <= frozen.config.stuck_seconds + 1
 
 
-def test_closing_leaves_the_opening_to_itself(frozen: Frozen, clock: Clock) -> None:
-    clock.now += frozen.config.stuck_seconds
-    closing = threading.Thread(target=frozen.store.close, daemon=True)
-    closing.start()
-    closing.join(LONG)
-    assert not closing.is_alive()
+def test_closing_leaves_the_opening_to_itself(frozen: Frozen, clock: SimulatedClock) -> None:
+    clock.advance(frozen.config.stuck_seconds)
+    frozen.store.close()
     with pytest.raises(ValueError, match="closed"):
         frozen.store.commit(KEYS)
 
 
-def test_what_is_opened_after_the_end_is_closed(clock: Clock) -> None:
-    begun, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+def test_what_is_opened_after_the_end_is_closed(clock: SimulatedClock) -> None:
+    begun, goes_on, closed = clock.event(), clock.event(), clock.event()
     inner = create_autospec(KVStore, instance=True)
     inner.close.side_effect = closed.set
 
@@ -138,21 +126,21 @@ def test_what_is_opened_after_the_end_is_closed(clock: Clock) -> None:
         goes_on.wait()
         return inner  # type: ignore[no-any-return] # a mock is Any
 
-    store = OpeningStore(make, 10.0)
-    assert begun.wait(LONG)
-    clock.now += 10.0
+    store = OpeningStore(make, 10.0, clock=clock)
+    begun.wait()
+    clock.advance(10.0)
     store.close()
     goes_on.set()
-    assert closed.wait(LONG)
+    closed.wait()
 
 
 def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
-    config: StoreConfig, tmp_path: Path, said: list[str]
+    config: StoreConfig, tmp_path: Path, said: list[str], clock: SimulatedClock
 ) -> None:
     def fail() -> KVStore:
         raise ConfigError("it is not there", where=str(tmp_path))
 
-    store = OpeningStore(fail, config.stuck_seconds)
+    store = OpeningStore(fail, config.stuck_seconds, clock=clock)
     result = store.wait(store.save([memory.transfer() for memory in filled(KEYS, EVEN)]))
     assert {error.cause for error in result.failed.values()} == {"unavailable"}
     assert store.lookup(KEYS) == [False] * 8
@@ -169,9 +157,9 @@ def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) ->
     assert "layer slice" in str(frozen.store.wait(wrong).failed[KEYS[1]])
 
 
-def test_an_open_store_is_the_store_itself(config: StoreConfig) -> None:
-    store = OpeningStore(partial(open_store, config, "n", EVEN), config.stuck_seconds)
-    assert store.flush(LONG)
+def test_an_open_store_is_the_store_itself(config: StoreConfig, clock: SimulatedClock) -> None:
+    store = OpeningStore(partial(open_store, config, "n", EVEN, clock=clock), config.stuck_seconds, clock=clock)
+    assert store.flush(60)
     assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
     assert store.lookup_on_prefix(KEYS) == 8
     store.prefetch(KEYS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +17,11 @@ from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(6)]
@@ -36,8 +36,8 @@ def both(config: StoreConfig, memory: str) -> StoreConfig:
 
 
 @pytest.fixture
-def store(both: StoreConfig) -> Iterator[KVStore]:
-    with open_store(both, NAMESPACE, EVEN) as opened:
+def store(both: StoreConfig, clock: SimulatedClock) -> Iterator[KVStore]:
+    with open_store(both, NAMESPACE, EVEN, clock=clock) as opened:
         save(opened, KEYS, EVEN)
         assert opened.flush(60)
         yield opened
@@ -79,15 +79,8 @@ def damage(layout: Layout, block: BlockKey) -> None:
                 segment.slot(number)[len(segment.file_of(number, block)) - 1] ^= 1
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def wait_for(layout: Layout, keys: list[BlockKey]) -> None:
-    eventually(lambda: set(keys) <= set(blocks_in(layout)))
+def wait_for(clock: SimulatedClock, layout: Layout, keys: list[BlockKey]) -> None:
+    clock.run_until(lambda: set(keys) <= set(blocks_in(layout)))
 
 
 def test_both_tiers_have_it(store: KVStore, cached: Layout, kept: Layout) -> None:
@@ -106,23 +99,26 @@ def spoil(root: Path) -> None:
     root.write_bytes(b"")
 
 
-def test_what_the_cache_lost_comes_from_files_and_returns(store: KVStore, cached: Layout) -> None:
+@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
+def test_what_the_cache_lost_comes_from_files_and_returns(
+    store: KVStore, cached: Layout, clock: SimulatedClock
+) -> None:
     empty(cached)
     assert store.lookup(KEYS) == [True] * 6
     assert store.lookup_on_prefix(KEYS) == 6
     assert served_by(store, KEYS) == {"posix"}
-    wait_for(cached, KEYS)
+    wait_for(clock, cached, KEYS)
     assert served_by(store, KEYS) == {"dram"}
     assert fetch(store, KEYS, EVEN)[0] == ALL
     # A cache that lacks a block has not failed.
     assert store.stats()["dram"].failures == {}
 
 
-def test_prefetching_fills_the_cache(both: StoreConfig, store: KVStore, cached: Layout) -> None:
+def test_prefetching_fills_the_cache(both: StoreConfig, store: KVStore, cached: Layout, clock: SimulatedClock) -> None:
     empty(cached)
-    with open_store(both, NAMESPACE, None) as finder:
+    with open_store(both, NAMESPACE, None, clock=clock) as finder:
         finder.prefetch([*KEYS, key(99)])
-        wait_for(cached, KEYS)
+        wait_for(clock, cached, KEYS)
     assert served_by(store, KEYS) == {"dram"}
     assert finder.stats()["dram"].failures == {}
 
@@ -137,21 +133,21 @@ def test_a_prefix_across_the_tiers(store: KVStore, cached: Layout, kept: Layout)
     assert store.lookup(KEYS) == [True, True, True, True, False, True]
 
 
-def test_a_damaged_copy_in_the_cache_is_replaced(store: KVStore, cached: Layout) -> None:
+def test_a_damaged_copy_in_the_cache_is_replaced(store: KVStore, cached: Layout, clock: SimulatedClock) -> None:
     damage(cached, KEYS[0])
     assert served_by(store, KEYS[:1]) == {"posix"}
     assert store.stats()["dram"].failures == {"load.corrupt": 1}
-    wait_for(cached, KEYS[:1])
+    wait_for(clock, cached, KEYS[:1])
     assert fetch(store, KEYS, EVEN)[0] == ALL
 
 
-def test_damage_below_is_never_promoted(store: KVStore, cached: Layout, kept: Layout) -> None:
+def test_damage_below_is_never_promoted(store: KVStore, cached: Layout, kept: Layout, clock: SimulatedClock) -> None:
     empty(cached)
     path = Path(kept.block(KEYS[0]))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     store.prefetch(KEYS)
-    wait_for(cached, KEYS[1:])
-    eventually(lambda: store.stats()["dram"].failures == {"promote.corrupt": 1})
+    wait_for(clock, cached, KEYS[1:])
+    clock.run_until(lambda: store.stats()["dram"].failures == {"promote.corrupt": 1})
     assert KEYS[0] not in blocks_in(cached)
     assert not path.exists()
     assert isinstance(fetch(store, KEYS[:1], EVEN)[1][KEYS[0]], BlockMissingError)
@@ -166,9 +162,9 @@ def test_damage_in_both(store: KVStore, cached: Layout, kept: Layout) -> None:
 
 
 @pytest.mark.parametrize(("lost", "left"), [("dram", "posix"), ("posix", "dram")])
-def test_one_tier_takes_what_the_other_cannot(both: StoreConfig, lost: str, left: str) -> None:
+def test_one_tier_takes_what_the_other_cannot(both: StoreConfig, lost: str, left: str, clock: SimulatedClock) -> None:
     root = Path(both.dram_directory if lost == "dram" else both.directories[0])
-    with open_store(replace(both, rest_seconds=3600.0), NAMESPACE, EVEN) as store:
+    with open_store(replace(both, rest_seconds=3600.0), NAMESPACE, EVEN, clock=clock) as store:
         spoil(root)
         outcome = save(store, KEYS, EVEN)
         assert set(outcome.done) == set(KEYS)
@@ -176,24 +172,26 @@ def test_one_tier_takes_what_the_other_cannot(both: StoreConfig, lost: str, left
         assert served_by(store, KEYS) == {left}
         # A write-behind waits for the end of the rest; a save that no other tier accepts fails at once.
         failures = 3 if lost == "posix" else 6
-        eventually(lambda: store.stats()[lost].failures.get("save.unavailable") == failures)
+        clock.run_until(lambda: store.stats()[lost].failures.get("save.unavailable") == failures)
         assert set(store.stats()[lost].failures) <= {"save.unavailable", "load.unavailable", "promote.unavailable"}
         assert store.stats()[left].failures == {}
 
 
-def test_none_takes_it(both: StoreConfig) -> None:
-    with open_store(both, NAMESPACE, EVEN) as store:
+def test_none_takes_it(both: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(both, NAMESPACE, EVEN, clock=clock) as store:
         spoil(Path(both.dram_directory))
         spoil(Path(both.directories[0]))
         outcome = save(store, KEYS[:1], EVEN)
         assert isinstance(outcome.failed[KEYS[0]], StoreUnavailableError)
 
 
-def test_what_is_read_from_the_cache_counts_as_used_below(both: StoreConfig, store: KVStore, kept: Layout) -> None:
+def test_what_is_read_from_the_cache_counts_as_used_below(
+    both: StoreConfig, store: KVStore, kept: Layout, clock: SimulatedClock
+) -> None:
     del store
     for block in KEYS:
         os.utime(kept.block(block), (1000, 1000))
-    with open_store(both, NAMESPACE, EVEN) as other:
+    with open_store(both, NAMESPACE, EVEN, clock=clock) as other:
         assert served_by(other, KEYS[:3]) == {"dram"}
     assert [os.stat(kept.block(block)).st_mtime > 1000 for block in KEYS] == [True] * 3 + [False] * 3  # noqa: PTH116
 

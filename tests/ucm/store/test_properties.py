@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-import time
 from pathlib import Path
 
 from hypothesis import settings
@@ -15,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.posix.index import WORTH, evict, scan
+from ucm.store.posix.index import INDEX_THREAD, WORTH, evict, scan
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import Memory, content, fetch, key
+from ucm.testing.clock import SimulatedClock
 
 GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
 SLICES = len(GEOMETRY.slice_sizes)
@@ -40,15 +40,16 @@ class Storing(RuleBasedStateMachine):
         self.begun: dict[tuple[int, BlockKey], dict[int, bytes] | None] = {}
         self.used = 1_000_000_000
 
-    @initialize(direct=st.booleans(), several=st.booleans())
-    def open(self, direct: bool, several: bool) -> None:
+    @initialize(direct=st.booleans(), several=st.booleans(), order=st.none() | st.integers(0, 99))
+    def open(self, direct: bool, several: bool, order: int | None) -> None:
+        self.clock = SimulatedClock(order)
         roots = [Path(self.directory.name, name) for name in ("a", "b")[: 1 + several]]
         for root in roots:
             root.mkdir()
         self.config = StoreConfig(
             directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0, touch_seconds=1e12
         )
-        self.stores = [open_store(self.config, "n", GEOMETRY) for _ in range(2)]
+        self.stores = [open_store(self.config, "n", GEOMETRY, clock=self.clock) for _ in range(2)]
         # A block's directory depends on the directories' random paths. Two blocks of each keep a replay the same.
         lane = self.posix_tier(0).lane
         places = [place for place in range(len(roots)) for _ in range(BLOCKS // len(roots))]
@@ -128,12 +129,9 @@ class Storing(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def list_the_names(self, which: int) -> None:
         """Make this instance answer lookups from its index."""
-        deadline = time.monotonic() + 60
         for directory in self.posix_tier(which)._directories:
             directory.index.tested(WORTH)
-            while directory.index._thread is not None:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+        self.clock.run_until(lambda: INDEX_THREAD not in self.clock.alive)
 
     @precondition(lambda self: self.visible)
     @rule()
@@ -162,21 +160,21 @@ class Storing(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def restart(self, which: int) -> None:
         self.stores[which].close()
-        self.stores[which] = open_store(self.config, "n", GEOMETRY)
+        self.stores[which] = open_store(self.config, "n", GEOMETRY, clock=self.clock)
         for begun in [begun for begun in self.begun if begun[0] == which]:
             del self.begun[begun]
 
     @invariant()
     def temporaries_are_those_of_blocks_begun(self) -> None:
         begun = len([arrived for arrived in self.begun.values() if arrived is not None])
-        deadline = time.monotonic() + 60
-        while len(list(Path(self.directory.name).glob("*/n/tmp/*"))) > begun:  # discarding is asynchronous
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        self.clock.run_until_idle()  # discarding is asynchronous
+        assert len(list(Path(self.directory.name).glob("*/n/tmp/*"))) <= begun
 
     def teardown(self) -> None:
         for store in getattr(self, "stores", []):
             store.close()
+        if hasattr(self, "clock"):
+            self.clock.close()
         self.directory.cleanup()
 
     def posix_tier(self, which: int) -> PosixTier:

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import redis
 
+from tests.ports import free_port
+from tests.ucm.store.line import Line
 from tests.ucm.store.remote_blocks import (
     ALL,
     KEYS,
@@ -24,9 +27,17 @@ from tests.ucm.store.remote_blocks import (
     assert_one_deadline,
     causes,
     eventually,
+    open_over,
     recover,
 )
-from tests.ucm.store.servers import NODE_TIMEOUT, Proxy, RedisServer, certificates, free_port, take_over_after
+from tests.ucm.store.servers import (
+    NODE_TIMEOUT,
+    Proxy,
+    RedisServer,
+    certificates,
+    take_over_after,
+    tls_before,
+)
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
@@ -34,27 +45,30 @@ from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
 from ucm.store.format import namespace_digest
-from ucm.store.remote.tiers import RedisTier
+from ucm.store.remote.redis_client import _MOST_IDLE, Servers, slot
+from ucm.store.remote.tiers import Part, RedisOptions, RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.ucm.store.conftest import Clock
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore
+    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: The permissions that the tier's account needs.
 ALLOWED = ["+get", "+set", "+exists", "+del", "+getrange"]
+#: The length of a rest in seconds.
+REST = 0.5
 #: Options with which an answer does not arrive in time.
 HURRIED = {"timeout": SHORT, "transfer_timeout": 4 * SHORT}
 
 
 def config(address: str | list[str], **options: Any) -> StoreConfig:
     tiers = {"Redis": {"address": address, "timeout": LONG, "transfer_timeout": LONG, **options}}
-    return StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=0.5, lookup_cache_keys=0)
+    return StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=REST, lookup_cache_keys=0)
 
 
 def name(block: BlockKey) -> str:
@@ -91,6 +105,31 @@ def hurried(proxy: Proxy) -> Iterator[KVStore]:
         yield opened
 
 
+@pytest.fixture
+def line(clock: SimulatedClock) -> Line:
+    """Between a store in simulated time and the server."""
+    return Line(clock)
+
+
+@pytest.fixture
+def behind(redis_server: RedisServer, line: Line, clock: SimulatedClock) -> Iterator[KVStore]:
+    """A store with all blocks, in simulated time behind the line."""
+    simulated = config(redis_server.address, transfer_timeout=4 * LONG)
+    with (
+        closing(over(line, simulated)) as client,
+        open_over(RedisTier, client, simulated, clock=clock) as opened,
+    ):
+        assert save(opened, KEYS, EVEN).failed == {}
+        yield opened
+
+
+def over(line: Line, config: StoreConfig) -> Servers:
+    """Return a client that connects through a line."""
+    options = RedisOptions.model_validate(config.tiers["Redis"])
+    limits = config.failures_until_rest, config.rest_seconds
+    return Servers(options, "", *limits, clock=line.clock, connections=line.redis_connections())
+
+
 # Stored values.
 
 
@@ -122,17 +161,17 @@ def test_keys_are_looked_up_in_one_round_trip(store: KVStore, redis_server: Redi
     assert reads <= 3 if count == 1 else reads < 100
 
 
-def test_what_was_found_is_believed_for_a_moment_only(redis_server: RedisServer, clock: Clock) -> None:
+def test_what_was_found_is_believed_for_a_moment_only(redis_server: RedisServer, clock: SimulatedClock) -> None:
     configured = config(redis_server.address)
     remembering = StoreConfig(pipeline="Redis", tiers=configured.tiers, lookup_cache_keys=100, lookup_cache_seconds=3.0)
-    with open_store(remembering, NAMESPACE, EVEN) as store, redis_server.client() as client:
+    with open_store(remembering, NAMESPACE, EVEN, clock=clock) as store, redis_server.client() as client:
         save(store, KEYS, EVEN)
         client.flushall()
         assert store.lookup(KEYS[:1]) == [True]
         assert causes(store, KEYS[:1]) == {"missing"}
         assert store.lookup(KEYS[:1]) == [False], "a load that failed is remembered at once"
         assert store.lookup(KEYS) == [False, *[True] * (len(KEYS) - 1)]
-        clock.now += 6
+        clock.advance(6)
         assert store.lookup(KEYS) == [False] * len(KEYS)
 
 
@@ -231,18 +270,37 @@ def test_a_value_evicted_between_lookup_and_load_is_a_miss(store: KVStore, redis
 
 @pytest.mark.usefixtures("store")
 def test_a_frozen_server_costs_one_deadline_per_rest(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, line: Line, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers = config(redis_server.address, **HURRIED).tiers
+    tiers = config(redis_server.address).tiers
     resting = StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=NEVER, load_threads=1)
-    assert_one_deadline(redis_server, "redis", resting, monkeypatch)
+    began = clock.monotonic()
+    with closing(over(line, resting)) as client:
+        assert_one_deadline(
+            line,
+            "redis",
+            lambda namespace: open_over(RedisTier, client, resting, namespace, clock=clock),
+            monkeypatch,
+        )
+    assert clock.monotonic() - began == LONG
 
 
-def test_a_server_that_thaws_is_used_again(hurried: KVStore, redis_server: RedisServer) -> None:
+def test_a_server_that_is_stopped_and_goes_on_is_used_again(hurried: KVStore, redis_server: RedisServer) -> None:
+    """A real process that stands still, and real sockets that time out."""
     redis_server.freeze()
     assert "timeout" in causes(hurried)
     redis_server.thaw()
     recover(hurried)
+
+
+def test_a_server_that_thaws_is_used_again_after_a_rest(behind: KVStore, line: Line, clock: SimulatedClock) -> None:
+    line.freeze()
+    assert causes(behind) == {"timeout"}
+    line.thaw()
+    assert causes(behind) == {"timeout"}, "it rests"
+    clock.advance(REST)
+    assert behind.lookup(KEYS) == [True] * len(KEYS), "the probe; calls beside it are refused"
+    assert fetch(behind, KEYS, EVEN)[0] == ALL
 
 
 def test_a_server_that_is_killed_and_comes_back(store: KVStore, redis_server: RedisServer) -> None:
@@ -322,36 +380,139 @@ def test_a_connection_that_is_cut(through: KVStore, proxy: Proxy, after: int) ->
     recover(through)
 
 
-def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Proxy) -> None:
-    """Otherwise every block would arrive eventually."""
+def test_an_answer_that_trickles_is_given_up_in_time(behind: KVStore, line: Line, clock: SimulatedClock) -> None:
+    """Otherwise every block would arrive eventually, because no piece is later than a socket's limit."""
+    began = clock.monotonic()
+    line.delay = 0.9 * LONG
+    assert "timeout" in causes(behind)
+    assert clock.monotonic() - began <= 5 * LONG
+    line.thaw()
+    clock.advance(REST)
+    assert behind.lookup(KEYS) == [True] * len(KEYS), "the probe; calls beside it are refused"
+    assert fetch(behind, KEYS, EVEN)[0] == ALL
 
-    def trickle(data: bytes, passed: int) -> bytes:
-        time.sleep(0.9 * SHORT)
-        return data
 
-    proxy.spoil = trickle
-    assert "timeout" in causes(hurried)
-    proxy.spoil = lambda data, _: data
-    recover(hurried)
-
-
-def test_memory_is_not_written_after_a_load_failed(hurried: KVStore, proxy: Proxy) -> None:
-    held = threading.Event()
-
-    def hold(data: bytes, passed: int) -> bytes:
-        if passed > 50_000:
-            held.wait(LONG)
-        return data
-
-    proxy.spoil = hold
+@pytest.mark.parametrize("pieces", [1, 5, 20])
+def test_memory_is_not_written_after_a_load_failed(
+    behind: KVStore, line: Line, clock: SimulatedClock, pieces: int
+) -> None:
+    line.pieces_left = pieces
     memories = [Memory(block, EVEN) for block in KEYS]
-    result = hurried.wait(hurried.load([memory.transfer() for memory in memories]))
+    result = behind.wait(behind.load([memory.transfer() for memory in memories]))
     assert result.failed
     for memory in memories:
         memory.data[:] = bytes(len(memory.data))
-    held.set()
-    time.sleep(SHORT)
+    line.thaw()
+    clock.advance(NEVER)
     assert not any(any(memory.data) for memory in memories)
+
+
+# Balancers that forget connections.
+
+
+def together(client: Servers, count: int) -> None:
+    """Use a number of connections at the same time, so that the pool has as many."""
+    (node,) = client.nodes
+    pool = node._pool
+    held = [pool.get_connection() for _ in range(count)]
+    for connection in held:
+        pool.release(connection)
+        assert node.plain(b"PING") == b"PONG"  # by the connection that was released last
+        assert pool.get_connection() is connection
+    for connection in held:
+        pool.release(connection)
+
+
+def test_when_a_connection_was_forgotten_those_beside_it_are_closed(proxy: Proxy) -> None:
+    """A real black hole, and real sockets that time out."""
+    options = RedisOptions(address=(proxy.address,), timeout=2 * SHORT, transfer_timeout=LONG)
+    with closing(Servers(options, "", 1, NEVER)) as client:
+        client.put("ucm-here", [bytearray(b"abcd")], time.monotonic() + LONG)
+        together(client, 4)
+        assert proxy.connections == 4
+        proxy.forget()
+        assert client.exists(["ucm-here", "ucm-none"], time.monotonic() + 2 * SHORT) == [True, False]
+        assert client.resting == 0
+        assert proxy.connections == 5
+        together(client, 4)
+        assert proxy.connections == 8, "the other three were closed, not tried one by one"
+
+
+def test_a_store_behind_a_forgotten_connection_finds_and_loads_all(
+    behind: KVStore, line: Line, clock: SimulatedClock
+) -> None:
+    line.forget()
+    began = clock.monotonic()
+    assert behind.lookup(KEYS) == [True] * len(KEYS)
+    assert clock.monotonic() - began == LONG, "one time limit"
+    assert fetch(behind, KEYS, EVEN)[0] == ALL
+    assert clock.monotonic() - began == LONG
+    assert behind.stats()["redis"].failures == {}
+
+
+CALLS: dict[str, tuple[Callable[[Servers, float], Any], Any]] = {
+    "read": (lambda client, end: client.read(["ucm-here"], [[Part(0, [memoryview(bytearray(4))])]], 4, end), [[4]]),
+    "fetch": (lambda client, end: bytes(client.fetch("ucm-here", 4, end)), b"abcd"),
+    "put": (lambda client, end: client.put("ucm-here", [bytearray(3 << 20)], end), None),
+    "remove": (lambda client, end: client.remove("ucm-here", end), None),
+    "names": (lambda client, _: sorted(client.names("ucm-here")), [("ucm-here", 4)]),
+}
+
+
+@pytest.mark.parametrize("asked", CALLS)
+def test_every_call_survives_a_forgotten_connection(
+    redis_server: RedisServer, line: Line, clock: SimulatedClock, asked: str
+) -> None:
+    call, answer = CALLS[asked]
+    with closing(over(line, config(redis_server.address, transfer_timeout=4 * LONG))) as client:
+        client.put("ucm-here", [bytearray(b"abcd")], clock.monotonic() + LONG)
+        line.forget()
+        assert call(client, clock.monotonic() + 4 * LONG) == answer
+        assert client.resting == 0
+        assert line.connections == 2
+
+
+def test_a_connection_that_is_idle_is_replaced_before_it_is_asked(
+    behind: KVStore, line: Line, clock: SimulatedClock
+) -> None:
+    made = line.connections
+    assert behind.lookup(KEYS) == [True] * len(KEYS)
+    assert line.connections == made
+    line.forget()
+    clock.advance(_MOST_IDLE)
+    began = clock.monotonic()
+    assert behind.lookup(KEYS) == [True] * len(KEYS)
+    assert line.connections == made + 1
+    assert clock.monotonic() == began, "no time-out was needed to notice"
+
+
+def test_a_server_that_freezes_between_two_calls_is_asked_twice_and_rests(
+    behind: KVStore, line: Line, clock: SimulatedClock
+) -> None:
+    assert behind.lookup(KEYS) == [True] * len(KEYS)
+    line.freeze()
+    began = clock.monotonic()
+    assert behind.lookup(KEYS) == [False] * len(KEYS)
+    assert clock.monotonic() - began <= 2 * LONG
+    assert behind.stats()["redis"].resting == 1
+    line.thaw()
+
+
+def test_idle_connections_are_kept_alive(proxy: Proxy) -> None:
+    made = []
+
+    class Seen(redis.Connection):
+        def _connect(self) -> socket.socket:
+            found: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+            made.append(found)
+            return found
+
+    options = RedisOptions(address=(proxy.address,), timeout=LONG)
+    with closing(Servers(options, "", 1, NEVER, connections=Seen)) as client:
+        assert client.exists(["ucm-none"], time.monotonic() + LONG) == [False]
+        (found,) = made
+        assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < _MOST_IDLE
 
 
 # Permissions.
@@ -382,15 +543,9 @@ def test_an_account_of_ones_own(redis_server: RedisServer, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("days", [2, -1])
-def test_tls_with_an_authority_of_ones_own(tmp_path: Path, days: int) -> None:
+def test_tls_with_an_authority_of_ones_own(tmp_path: Path, redis_server: RedisServer, days: int) -> None:
     files = certificates(tmp_path, days=days)
-    port = free_port()
-    server = RedisServer(
-        tmp_path / "server",
-        *("--tls-port", str(port), "--tls-cert-file", files["server.crt"], "--tls-key-file", files["server.key"]),
-        *("--tls-ca-cert-file", files["ca.crt"], "--tls-auth-clients", "no"),
-    )
-    try:
+    with tls_before(redis_server.port, files) as port:
         secure = config(f"127.0.0.1:{port}", tls=True, tls_ca=files["ca.crt"])
         with open_store(secure, NAMESPACE, EVEN) as store:
             if days > 0:
@@ -401,8 +556,6 @@ def test_tls_with_an_authority_of_ones_own(tmp_path: Path, days: int) -> None:
             assert "certificate has expired" in str(error)
         with open_store(config(f"127.0.0.1:{port}", tls=True), NAMESPACE, EVEN) as store:
             assert causes(store) == {"unavailable"}, "an authority that nobody named is not trusted"
-    finally:
-        server.kill()
 
 
 # Clusters.
@@ -530,8 +683,6 @@ def end_to_move(number: int, masters: list[Any], target: Any) -> None:
 
 
 def slot_of(block: BlockKey) -> int:
-    from ucm.store.remote.redis_client import slot  # noqa: PLC0415 - what only this test needs
-
     return slot(name(block).encode())
 
 
@@ -613,7 +764,7 @@ def test_a_missing_redis_py_is_named_with_its_extra(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match="redis-py") as caught:
         open_store(config("127.0.0.1:1"), NAMESPACE, EVEN)
-    assert "ucm-runtime[redis]" in caught.value.fix
+    assert "-m pip install '<ucm_runtime wheel>[redis]'" in caught.value.fix
 
 
 def test_a_block_that_no_server_takes(redis_server: RedisServer) -> None:

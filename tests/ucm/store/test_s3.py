@@ -8,7 +8,7 @@ import ssl
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,21 @@ from typing import TYPE_CHECKING, Any
 import obstore
 import pytest
 
-from tests.ucm.store.remote_blocks import ALL, KEYS, LONG, NAMESPACE, NEVER, SHORT, assert_one_deadline, causes, recover
-from tests.ucm.store.servers import Proxy, S3Server, certificates, free_port
+from tests.ports import free_port
+from tests.ucm.store.line import S3Line
+from tests.ucm.store.remote_blocks import (
+    ALL,
+    KEYS,
+    LONG,
+    NAMESPACE,
+    NEVER,
+    SHORT,
+    assert_one_deadline,
+    causes,
+    open_over,
+    recover,
+)
+from tests.ucm.store.servers import Proxy, S3Server, certificates
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
@@ -25,8 +38,9 @@ from ucm.store.base import StoreTimeoutError, StoreUnavailableError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
+from ucm.store.remote import s3_client
 from ucm.store.remote.s3_client import S3Client, place_parts
-from ucm.store.remote.tiers import Part, S3Options
+from ucm.store.remote.tiers import Part, S3Options, S3Tier
 from ucm.testing.blocks import EVEN, Memory, fetch, key, save
 
 if TYPE_CHECKING:
@@ -35,8 +49,11 @@ if TYPE_CHECKING:
 
     from ucm.doctor.findings import Finding
     from ucm.store.base import KVStore, StoreError
+    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1/{namespace_digest(NAMESPACE).hex()}/"
+#: The length of a rest in seconds.
+REST = 0.5
 HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
 
 
@@ -44,7 +61,7 @@ HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
 def configure(s3_server: S3Server, tmp_path: Path) -> Callable[..., StoreConfig]:
     """Makes configurations of the tier, with other options than those that reach the bucket."""
 
-    def found(rest: float = 0.5, **others: Any) -> StoreConfig:
+    def found(rest: float = REST, **others: Any) -> StoreConfig:
         options = s3_server.options(tmp_path / "secret", **{"timeout": LONG, "transfer_timeout": LONG, **others})
         return StoreConfig(pipeline="S3", tiers={"S3": options}, rest_seconds=rest, lookup_cache_keys=0, load_threads=1)
 
@@ -71,6 +88,13 @@ def hurried(configure: Callable[..., StoreConfig], proxy: Proxy) -> Iterator[KVS
     with open_store(configure(endpoint=f"http://{proxy.address}", **HURRIED), NAMESPACE, EVEN) as opened:
         recover(opened)
         yield opened
+
+
+def over(line: S3Line, config: StoreConfig, clock: SimulatedClock) -> S3Client:
+    """Return a client in simulated time whose answers come through a line."""
+    options = S3Options.model_validate(config.tiers["S3"])
+    limits = config.failures_until_rest, config.rest_seconds
+    return S3Client(options, S3Server.SECRET, *limits, clock=clock, loop=line.loop, requests=line)
 
 
 def objects(server: S3Server) -> dict[str, int]:
@@ -236,9 +260,15 @@ def test_an_object_deleted_between_lookup_and_load_is_a_miss(store: KVStore, s3_
 
 @pytest.mark.usefixtures("store")
 def test_a_frozen_server_costs_one_deadline_per_rest(
-    s3_server: S3Server, configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
+    configure: Callable[..., StoreConfig], clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_one_deadline(s3_server, "s3", configure(rest=NEVER, **HURRIED), monkeypatch)
+    line, resting = S3Line(clock), configure(rest=NEVER)
+    began = clock.monotonic()
+    with closing(over(line, resting, clock)) as client:
+        assert_one_deadline(
+            line, "s3", lambda namespace: open_over(S3Tier, client, resting, namespace, clock=clock), monkeypatch
+        )
+    assert clock.monotonic() - began == LONG
 
 
 def test_a_server_that_thaws_is_used_again(hurried: KVStore, s3_server: S3Server) -> None:
@@ -379,6 +409,18 @@ def test_flipped_bytes_are_noticed(hurried: KVStore, proxy: Proxy, bit: int) -> 
     recover(hurried)
 
 
+def test_an_idle_connection_is_closed_before_a_balancer_forgets_it(
+    s3_server: S3Server, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of no time stands for that of many seconds: every connection has been idle for too long."""
+    monkeypatch.setattr(s3_client, "_MOST_IDLE", 0.0)
+    options = s3_server.options(tmp_path / "secret", endpoint=f"http://{proxy.address}", timeout=LONG)
+    with closing(S3Client(S3Options.model_validate(options), S3Server.SECRET, 1, NEVER)) as client:
+        client.put("idle", [bytearray(b"abcd")], time.monotonic() + LONG)
+        proxy.forget()
+        assert client.exists(["idle"], time.monotonic() + LONG) == [True]
+
+
 @pytest.mark.parametrize("after", [0, 3, 5000])
 def test_a_connection_that_is_cut(hurried: KVStore, proxy: Proxy, s3_server: S3Server, after: int) -> None:
     proxy.spoil = lambda data, passed: data if passed + len(data) < after else None
@@ -393,53 +435,57 @@ def test_a_connection_that_is_cut(hurried: KVStore, proxy: Proxy, s3_server: S3S
 
 
 @pytest.mark.parametrize("on_time", [2, 8])
+@pytest.mark.usefixtures("store")
 def test_some_answers_that_are_late_do_not_rest_the_bucket(
-    configure: Callable[..., StoreConfig], proxy: Proxy, on_time: int
+    configure: Callable[..., StoreConfig], clock: SimulatedClock, on_time: int
 ) -> None:
     """Not among blocks that are not there, and not in a later part of a prefix; what is known is returned."""
-    answered, end = [], threading.Event()
-
-    def hold(data: bytes, _: int) -> bytes:
-        answered.append(data)
-        if len(answered) > on_time:
-            end.wait(LONG)
-        return data
-
-    with open_store(configure(rest=NEVER), NAMESPACE, EVEN) as store:
-        recover(store)
-    config = configure(rest=NEVER, endpoint=f"http://{proxy.address}", timeout=4.0)
-    with open_store(config, NAMESPACE, EVEN) as store:
-        proxy.spoil = hold
+    line, config = S3Line(clock), configure(rest=NEVER)
+    with (
+        closing(over(line, config, clock)) as client,
+        open_over(S3Tier, client, config, clock=clock) as store,
+    ):
+        line.answers_left = on_time
         if on_time < len(KEYS) // 2:
             assert store.lookup([key(97), key(98), key(99)]) == [False] * 3
         else:
             assert store.lookup_on_prefix(KEYS) == on_time
         stats = store.stats()["s3"]
         assert (stats.failures, stats.resting) == ({"lookup.timeout": 1}, 0)
-        end.set()
+        line.thaw()
 
 
-def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Proxy) -> None:
-    def trickle(data: bytes, passed: int) -> bytes:
-        time.sleep(1.2 * SHORT)
-        return data
+@pytest.mark.usefixtures("store")
+def test_an_answer_that_trickles_is_given_up_in_time(
+    configure: Callable[..., StoreConfig], clock: SimulatedClock
+) -> None:
+    line, config = S3Line(clock), configure()
+    with (
+        closing(over(line, config, clock)) as client,
+        open_over(S3Tier, client, config, clock=clock) as store,
+    ):
+        line.delay = 0.6 * LONG
+        began = clock.monotonic()
+        assert causes(store) == {"timeout"}
+        assert clock.monotonic() - began == LONG
+        line.thaw()
+        clock.advance(REST)
+        assert store.lookup(KEYS) == [True] * len(KEYS), "the probe"
+        assert fetch(store, KEYS, EVEN)[0] == ALL
 
-    proxy.spoil = trickle
-    assert "timeout" in causes(hurried)
-    proxy.spoil = lambda data, _: data
-    recover(hurried)
 
-
-def test_the_deadline_holds_where_the_thread_of_the_requests_does_not_run() -> None:
-    client = S3Client(S3Options(bucket="ucm-blocks", endpoint="http://127.0.0.1:1", anonymous=True), "", 3, NEVER)
-    end = threading.Event()
-    client._loop.call_soon_threadsafe(end.wait, LONG)
-    began = time.monotonic()
-    answers = client.exists(["one", "two"], began + SHORT)
+def test_the_deadline_holds_where_the_thread_of_the_requests_does_not_run(clock: SimulatedClock) -> None:
+    options = S3Options(bucket="ucm-blocks", endpoint="http://127.0.0.1:1", anonymous=True)
+    line = S3Line(clock)
+    client = S3Client(options, "", 3, NEVER, clock=clock, loop=line.loop, requests=line)
+    end, began = clock.event(), clock.monotonic()
+    line.loop.call_soon_threadsafe(end.wait)
+    answers = client.exists(["one", "two"], began + LONG)
     assert [type(answer) for answer in answers] == [StoreTimeoutError] * 2
-    assert time.monotonic() < began + LONG / 2
+    assert LONG <= clock.monotonic() - began <= LONG + 2
     end.set()
     client.close()
+    assert clock.alive == []
 
 
 # Options.
@@ -509,7 +555,7 @@ def test_a_missing_obstore_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match="obstore") as caught:
         open_store(configure(), NAMESPACE, EVEN)
-    assert "ucm-runtime[s3]" in caught.value.fix
+    assert "-m pip install '<ucm_runtime wheel>[s3]'" in caught.value.fix
 
 
 def test_the_doctor_connects(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.ucm.store.servers import PORTS, free_cluster_port, free_port
+from tests.ports import PORTS, free_port
+from tests.ucm.store.servers import free_cluster_port
 
 
 def test_no_port_is_given_twice() -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import stat
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm import cli
+from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, identity, stored_blocks
@@ -28,7 +28,9 @@ from ucm.testing.blocks import ODD, content, fetch, key, save
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ucm.clock import Clock
     from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(6)]
@@ -257,7 +259,7 @@ def make_locked(path: Path) -> None:
 )
 @pytest.mark.parametrize("way", ["load", "promote"])
 def test_what_is_in_a_block_s_place(
-    config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], way: str
+    config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], way: str, clock: SimulatedClock
 ) -> None:
     """It is a miss, counted once and removed, and does not affect other blocks."""
     path = Path(layout.block(KEYS[0]))
@@ -265,14 +267,12 @@ def test_what_is_in_a_block_s_place(
     make(path)
     if way == "promote":
         config = replace(config, pipeline="Cache|Posix", dram_directory=memory)
-    with open_store(replace(config, failures_until_rest=1), NAMESPACE, ODD) as store:
+    with open_store(replace(config, failures_until_rest=1), NAMESPACE, ODD, clock=clock) as store:
         if way == "load":
             assert fetch(store, KEYS[:1], ODD)[0] == {}
         else:
             store.prefetch(KEYS[:1])
-            deadline = time.monotonic() + 60
-            while store.lookup(KEYS[:1]) == [True] and time.monotonic() < deadline:
-                time.sleep(0.01)
+            clock.run_until_idle()
         assert store.lookup(KEYS) == [False] + [True] * 5
         assert save(store, KEYS[:1], ODD).failed == {}
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
@@ -367,19 +367,17 @@ def test_a_group_that_is_trusted_shares_a_directory(config: StoreConfig, tmp_pat
 
 
 def test_a_running_evictor_deletes_nothing_elsewhere(
-    config: StoreConfig, layout: Layout, outside: Path, monkeypatch: pytest.MonkeyPatch
+    config: StoreConfig, layout: Layout, outside: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
     cleaned = []
 
-    def cleaning(root: str, stale_seconds: float) -> int:
-        cleaned.append(clean_up(root, stale_seconds))
+    def cleaning(root: str, stale_seconds: float, *, clock: Clock = SYSTEM) -> int:
+        cleaned.append(clean_up(root, stale_seconds, clock=clock))
         return cleaned[-1]
 
     monkeypatch.setattr(posix_space, "clean_up", cleaning)
-    with open_store(replace(config, stale_seconds=0.0), NAMESPACE, ODD) as store:
+    with open_store(replace(config, stale_seconds=0.0), NAMESPACE, ODD, clock=clock) as store:
         replace_by_link(layout.temporary, outside)
         fetch(store, KEYS, ODD)
-        while not cleaned:
-            os.sched_yield()
+        clock.advance(2 * posix_space._FIRST_SECONDS)
     assert cleaned == [0]

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,9 +19,11 @@ from ucm.store.memory.slab import PAGE, Slab, SlabAddress, SlabReader, State
 from ucm.testing.blocks import key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from ucm.clock import Queue
     from ucm.store.memory.slab import Row
+    from ucm.testing.clock import SimulatedClock
 
 ROWS = 4
 SIZES = (10, 20, 5)
@@ -45,16 +47,16 @@ while sys.stdin.readline():
 
 
 @pytest.fixture
-def slab() -> Iterator[Slab]:
-    made = Slab(ROWS * PAGE, 2)
+def slab(clock: SimulatedClock) -> Iterator[Slab]:
+    made = Slab(ROWS * PAGE, 2, clock=clock)
     made.lay_out(sum(SIZES))
     yield made
     made.close()
 
 
 @pytest.fixture
-def reader() -> Iterator[SlabReader]:
-    made = SlabReader()
+def reader(clock: SimulatedClock) -> Iterator[SlabReader]:
+    made = SlabReader(clock=clock)
     yield made
     made.close()
 
@@ -100,7 +102,7 @@ def test_in_the_owners_process_a_reader_maps_nothing(slab: Slab, reader: SlabRea
         slab.whole()[0] = 0
 
 
-def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabReader) -> None:
+def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabReader, clock: SimulatedClock) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -116,10 +118,10 @@ def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabRea
         owner.wait()
     assert copied(reader, int(place)) == [b"\x01" * 10, b"\x02" * 20, b"\x03" * 5]
     assert copied(reader, int(place) + 10, first=1) == [b"\x02" * 20, b"\x03" * 5]
-    assert not SlabReader().attach(address, 1, {})  # it disappeared with its owner
+    assert not SlabReader(clock=clock).attach(address, 1, {})  # it disappeared with its owner
 
 
-def test_nothing_but_the_slab_is_taken_for_it(slab: Slab) -> None:
+def test_nothing_but_the_slab_is_taken_for_it(slab: Slab, clock: SimulatedClock) -> None:
     address = slab.address
     for wrong in (
         replace(address, boot="another host"),
@@ -128,18 +130,18 @@ def test_nothing_but_the_slab_is_taken_for_it(slab: Slab) -> None:
         replace(address, descriptor=9999),
         replace(address, pid=2**22 + 1),
     ):
-        assert not SlabReader().attach(wrong, 0, {})
+        assert not SlabReader(clock=clock).attach(wrong, 0, {})
     read, write = os.pipe()
     try:
-        assert not SlabReader().attach(replace(address, descriptor=read, inode=os.fstat(read).st_ino), 0, {})
+        assert not SlabReader(clock=clock).attach(replace(address, descriptor=read, inode=os.fstat(read).st_ino), 0, {})
     finally:
         os.close(read)
         os.close(write)
     assert slab.records() == {}
 
 
-def test_a_record_that_is_too_long_is_no_answer(slab: Slab) -> None:
-    assert not SlabReader().attach(slab.address, 0, {"x": "y" * slabs.RECORD_BYTES})
+def test_a_record_that_is_too_long_is_no_answer(slab: Slab, clock: SimulatedClock) -> None:
+    assert not SlabReader(clock=clock).attach(slab.address, 0, {"x": "y" * slabs.RECORD_BYTES})
 
 
 def test_a_rank_replaces_its_report_and_keeps_its_record(slab: Slab, reader: SlabReader) -> None:
@@ -159,8 +161,10 @@ def test_a_rank_replaces_its_report_and_keeps_its_record(slab: Slab, reader: Sla
 
 
 @pytest.mark.parametrize("size", [1, PAGE, LARGE_BYTES - 1, LARGE_BYTES, 5 * LARGE_BYTES + 3])
-def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(reader: SlabReader, size: int) -> None:
-    slab = Slab(8 * size + PAGE, 1)
+def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(
+    reader: SlabReader, size: int, clock: SimulatedClock
+) -> None:
+    slab = Slab(8 * size + PAGE, 1, clock=clock)
     slab.lay_out(2 * size)
     assert reader.attach(slab.address, 0, {})
     for number in range(2):  # a row is reused for another block through the mapping of its first use
@@ -189,8 +193,8 @@ def test_what_cannot_be_copied_is_told(slab: Slab, reader: SlabReader) -> None:
     assert KEYS[0] in reader.wait(reader.load([frozen], [0], ["posix"])).failed
 
 
-def test_memory_is_taken_only_where_it_is_written() -> None:
-    large = Slab(1 << 40, 1)
+def test_memory_is_taken_only_where_it_is_written(clock: SimulatedClock) -> None:
+    large = Slab(1 << 40, 1, clock=clock)
     large.lay_out(PAGE)
     assert os.fstat(large.address.descriptor).st_blocks * 512 < 1 << 20
     large.close()
@@ -250,63 +254,123 @@ def test_a_block_that_failed_is_found_by_nobody(slab: Slab) -> None:
     assert other is not row
 
 
-def test_memory_that_nobody_wants_is_given_back(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, row = stage(slab, 0), stage(slab, 1)
-    for one in (kept, row):
-        for layer_slice in slab.memory(one, 0, [PAGE]):
-            layer_slice[:] = b"x" * PAGE
-    before = os.fstat(slab.address.descriptor).st_blocks
-    slab.release([row])
-    slab.trim()
-    assert slab.holds(0, KEYS[:2]) == 2
-    monkeypatch.setattr(slabs, "IDLE_SECONDS", -1.0)
-    slab.trim()
-    assert slab.holds(0, KEYS[:2]) == 1
-    assert os.fstat(slab.address.descriptor).st_blocks == before - PAGE // 512
-    assert claim(slab, 2)[0].number == row.number
-
-
-def test_memory_is_taken_ahead_of_its_use_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slabs, "AHEAD_BYTES", 3 * PAGE)
-    made = Slab(8 * PAGE, 1)
+@pytest.fixture
+def keeping(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slab]:
+    """A slab of eight rows that keeps the memory of three."""
+    monkeypatch.setattr(slabs, "_KEPT_SHARE", 1)
+    made = Slab(8 * PAGE, 1, 3 * PAGE, clock=clock)
     made.lay_out(PAGE)
-
-    def taken() -> int:
-        return os.fstat(made.address.descriptor).st_blocks * 512 // PAGE
-
-    before = taken()
-    for _ in range(2):
-        assert not made.populate(), "all of it at once"
-        assert taken() == before + 3
-    made.claim(0, KEYS[0])
-    made.populate()
-    assert taken() == before + 4
-    monkeypatch.setattr(slabs, "STEP_BYTES", PAGE)
-    for number in (1, 2, 3):
-        made.claim(0, KEYS[number])
-    assert [made.populate() for _ in range(4)] == [True, True, True, False]
-    assert taken() == before + 7
+    yield made
     made.close()
 
 
-def test_memory_that_was_given_back_is_taken_ahead_again(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [stage(slab, number) for number in range(ROWS)]
-    slab.release(rows)
-    monkeypatch.setattr(slabs, "IDLE_SECONDS", -1.0)
-    slab.trim()
-    before = os.fstat(slab.address.descriptor).st_blocks
-    monkeypatch.setattr(slabs, "AHEAD_BYTES", 2 * PAGE)
-    slab.populate()
-    assert os.fstat(slab.address.descriptor).st_blocks == before + 2 * PAGE // 512
-    assert [claim(slab, number)[0].number for number in range(ROWS)] == list(range(ROWS))
-    assert slab.claim(0, KEYS[4]) is None
+def touched(slab: Slab) -> int:
+    """Return how many rows have memory; the slab's first page and the first of its records have some, too."""
+    return os.fstat(slab.address.descriptor).st_blocks * 512 // PAGE - 1
 
 
-def test_a_block_in_use_for_long_is_read_again_once_it_is_free(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill(slab: Slab, *numbers: int) -> list[Row]:
+    """Write blocks into rows and hold them."""
+    rows = [stage(slab, number) for number in numbers]
+    for row in rows:
+        slab.memory(row, 0, [PAGE])[0][:] = b"x" * PAGE
+    return rows
+
+
+def test_kept_memory_is_touched_at_the_start_and_used_before_any_other(keeping: Slab) -> None:
+    assert touched(keeping) == 3
+    rows = fill(keeping, 0, 1, 2)
+    assert touched(keeping) == 3
+    rows += fill(keeping, 3)
+    assert touched(keeping) == 4, "all of it was in use"
+    assert len({row.number for row in rows}) == 4
+
+
+def test_the_row_that_was_freed_last_is_used_first(keeping: Slab) -> None:
+    rows = [claim(keeping, number)[0] for number in range(3)]
+    for row in rows:
+        keeping.release([row])
+        keeping.failed(row)
+    assert [claim(keeping, number)[0].number for number in (3, 4, 5)] == [row.number for row in reversed(rows)]
+
+
+def test_however_many_blocks_are_staged_one_after_the_other_no_more_memory_is_used(keeping: Slab) -> None:
+    for number in range(8):
+        keeping.release(fill(keeping, number))
+    assert touched(keeping) == 3
+    assert [keeping.holds(0, [key]) for key in KEYS] == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_memory_that_is_not_needed_any_more_is_given_back(keeping: Slab, clock: SimulatedClock) -> None:
+    rows = fill(keeping, *range(6))
+    keeping.release(rows[1:])
+    clock.advance(slabs.KEEP_SECONDS)
+    keeping.trim()
+    assert touched(keeping) == 6, "it was needed a moment ago"
+    keeping.trim()
+    assert touched(keeping) == 6, "that was only a moment after the last time"
+    clock.advance(slabs.KEEP_SECONDS)
+    keeping.trim()
+    assert touched(keeping) == 3
+    assert [keeping.holds(0, [key]) for key in KEYS[:6]] == [1, 0, 0, 0, 1, 1]
+    again = fill(keeping, *range(1, 8))
+    assert len({row.number for row in (rows[0], *again)}) == 8
+    assert keeping.claim(1, KEYS[0]) is None
+
+
+def test_memory_in_use_is_never_given_back(keeping: Slab, clock: SimulatedClock) -> None:
+    rows = fill(keeping, *range(5))
+    for _ in range(3):
+        clock.advance(slabs.KEEP_SECONDS)
+        keeping.trim()
+    assert touched(keeping) == 5
+    assert all(bytes(keeping.memory(row, 0, [PAGE])[0]) == b"x" * PAGE for row in rows)
+
+
+def test_what_rests_in_a_stuck_thread_is_not_given_back_either(keeping: Slab, clock: SimulatedClock) -> None:
+    stuck = fill(keeping, *range(4))[0]
+    late, _ = claim(keeping, 4)
+    keeping.release([late])
+    keeping.failed(late, at_rest=False)
+    keeping.release([stuck])
+    for _ in range(2):
+        clock.advance(slabs.KEEP_SECONDS)
+        keeping.trim()
+    assert late.number not in {row.number for row in fill(keeping, 5, 6, 7)}
+
+
+def test_no_more_is_kept_than_an_eighth_of_the_limit(clock: SimulatedClock) -> None:
+    made = Slab(64 * PAGE, 1, 64 * PAGE, clock=clock)
+    made.lay_out(PAGE)
+    assert touched(made) == 8
+    made.close()
+
+
+def test_jobs_come_in_order_and_memory_is_given_back_between_them(keeping: Slab, clock: SimulatedClock) -> None:
+    jobs: Queue[Callable[[], None] | None] = clock.queue()
+    done: list[int] = []
+    keeping.release(fill(keeping, *range(6)))
+
+    def work() -> None:
+        for job in slabs.jobs_of(jobs, keeping):
+            job()
+        done.append(-1)
+
+    clock.thread(work, "worker").start()
+    for number in range(6):
+        jobs.put(partial(done.append, number))
+        clock.advance(0.6 * slabs.KEEP_SECONDS)  # never without a job for so long that the thread looks up by itself
+    assert done == list(range(6))
+    assert touched(keeping) == 3
+    jobs.put(None)
+    clock.run_until_idle()
+    assert done == [*range(6), -1]
+
+
+def test_a_block_in_use_for_long_is_read_again_once_it_is_free(slab: Slab, clock: SimulatedClock) -> None:
     """This way its tiers see that it is used."""
     row = stage(slab, 0)
-    monkeypatch.setattr(slabs, "STALE_SECONDS", 0.0)
-    time.sleep(0.01)
+    clock.advance(slabs.STALE_SECONDS + 1)
     assert claim(slab, 0) == (row, False)
     slab.release([row, row])
     assert slab.holds(0, KEYS[:1]) == 0

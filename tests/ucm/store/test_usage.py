@@ -8,15 +8,15 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tests.ucm.store.workers import evict_until_killed, fill
+from ucm.clock import SYSTEM
 from ucm.store.base import StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
@@ -29,26 +29,20 @@ from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.context import SpawnProcess
+    from collections.abc import Iterator
 
     import pytest
 
+    from ucm.clock import Clock
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
     from ucm.store.posix.space import Evictor
+    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes
 KEYS = [key(number) for number in range(40)]
 SPAWN = multiprocessing.get_context("spawn")
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def used(store: KVStore) -> int | None:
@@ -106,41 +100,45 @@ def test_one_is_elected(tmp_path: Path) -> None:
 
 def test_another_takes_over_from_a_process_that_is_killed(config: StoreConfig) -> None:
     usage = Usage(config.directories[0])
-    process = SPAWN.Process(target=evict_until_killed, args=(config, NAMESPACE, EVEN))
+    mine, its = SPAWN.Pipe()
+    process = SPAWN.Process(target=evict_until_killed, args=(config.directories[0], its))
     process.start()
-
-    def is_elected() -> bool:
-        mine = usage.elect()
-        usage.close()
-        return usage.read() is not None and not mine
-
-    eventually(is_elected)
+    its.close()
+    assert mine.recv()
+    assert not usage.elect()
     process.kill()
     process.join()
     assert usage.elect()
     usage.close()
 
 
-def test_a_file_system_without_locks(config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_a_file_system_without_locks(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str], clock: SimulatedClock
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     limited = replace(config, posix_capacity_bytes=10 * FILE)
-    with open_store(limited, NAMESPACE, EVEN) as one, open_store(limited, NAMESPACE, EVEN) as two:
+    with (
+        open_store(limited, NAMESPACE, EVEN, clock=clock) as one,
+        open_store(limited, NAMESPACE, EVEN, clock=clock) as two,
+    ):
         for number in range(30):
             save((one, two)[number % 2], KEYS[number : number + 1], EVEN)
-        eventually(lambda: bool(one.stats()["posix"].evicted_blocks + two.stats()["posix"].evicted_blocks))
-        eventually(lambda: scan(config.directories[0]).nbytes <= 10 * FILE)
+        clock.run_until(lambda: bool(one.stats()["posix"].evicted_blocks + two.stats()["posix"].evicted_blocks))
+        clock.run_until(lambda: scan(config.directories[0]).nbytes <= 10 * FILE)
     assert len([line for line in said if "has no locks" in line]) == 2
 
 
 def test_a_write_beyond_the_capacity_is_dropped_and_counted(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     """This holds however far the evictor lags behind."""
     monkeypatch.setattr(Usage, "elect", lambda self: False)
-    with open_store(replace(config, posix_capacity_bytes=10 * FILE, failures_until_rest=1), NAMESPACE, EVEN) as store:
+    with open_store(
+        replace(config, posix_capacity_bytes=10 * FILE, failures_until_rest=1), NAMESPACE, EVEN, clock=clock
+    ) as store:
         result = save(store, KEYS, EVEN)
         assert len(result.done) == 10
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
@@ -153,36 +151,38 @@ def test_a_write_beyond_the_capacity_is_dropped_and_counted(
         assert save(store, KEYS[:3], EVEN).failed == {}
 
 
-def test_a_write_waits_for_the_evictor(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_waits_for_the_evictor(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     """A burst of four times the capacity is written completely, with only a few scans to make room."""
     scans = []
 
-    def scanning(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
-        scans.append(scan(root, sample_blocks))
+    def scanning(root: str, sample_blocks: int = SAMPLE_BLOCKS, *, clock: Clock = SYSTEM) -> Scan:
+        scans.append(scan(root, sample_blocks, clock=clock))
         return scans[-1]
 
-    monkeypatch.setattr(posix_tier, "_PATIENCE_SECONDS", 60.0)
     monkeypatch.setattr(posix_space, "scan", scanning)
-    with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as store:
+    with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN, clock=clock) as store:
         assert save(store, [key(number) for number in range(80)], EVEN).failed == {}
         assert store.stats()["posix"].evicted_blocks >= 60
         assert scan(config.directories[0]).nbytes <= 20 * FILE
     assert len(scans) <= 8
 
 
-def test_an_evictor_that_does_not_come_is_waited_for_once(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_an_evictor_that_does_not_come_is_waited_for_once(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     monkeypatch.setattr(Usage, "elect", lambda self: False)
-    monkeypatch.setattr(posix_tier, "_PATIENCE_SECONDS", 0.02)
-    clock = SimpleNamespace(sleep=waits.append, monotonic=lambda: 0.01 * len(waits))
-    monkeypatch.setattr(posix_tier, "time", clock)
     one_thread = replace(config, posix_capacity_bytes=10 * FILE, save_threads=1)
-    with open_store(one_thread, NAMESPACE, EVEN) as store:
+    with open_store(one_thread, NAMESPACE, EVEN, clock=clock) as store:
+        began = clock.monotonic()
         assert len(save(store, KEYS, EVEN).failed) == 30
-    assert len(waits) == 2
+        assert posix_tier._PATIENCE_SECONDS <= clock.monotonic() - began < 2 * posix_tier._PATIENCE_SECONDS
 
 
-def test_the_tally_is_written_for_several_blocks_at_once(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tally_is_written_for_several_blocks_at_once(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     added = []
     add = Usage.add
 
@@ -191,7 +191,7 @@ def test_the_tally_is_written_for_several_blocks_at_once(config: StoreConfig, mo
         return add(self, nbytes, limit)
 
     monkeypatch.setattr(Usage, "add", adding)
-    with open_store(config, NAMESPACE, EVEN) as store:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS, EVEN)
         assert sum(added) == used(store) == len(KEYS) * FILE
         assert max(added) <= 1 << 20
@@ -200,13 +200,15 @@ def test_the_tally_is_written_for_several_blocks_at_once(config: StoreConfig, mo
         assert used(store) == (len(KEYS) + 1) * FILE
 
 
-def test_what_was_not_written_counts_for_nothing(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_written_counts_for_nothing(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
     monkeypatch.setattr(Usage, "elect", lambda self: False)
 
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, "made up")
 
-    with open_store(replace(config, rest_seconds=0.0), NAMESPACE, EVEN) as store:
+    with open_store(replace(config, rest_seconds=0.0), NAMESPACE, EVEN, clock=clock) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", refuse)
             assert len(save(store, KEYS[:4], EVEN).failed) == 4
@@ -214,92 +216,106 @@ def test_what_was_not_written_counts_for_nothing(config: StoreConfig, monkeypatc
         assert used(store) == len(KEYS) * FILE
 
 
-def test_what_is_used_is_known_without_a_capacity(config: StoreConfig) -> None:
-    with open_store(config, NAMESPACE, EVEN) as one, open_store(config, "other", EVEN) as two:
+def test_what_is_used_is_known_without_a_capacity(config: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as one, open_store(config, "other", EVEN, clock=clock) as two:
         save(one, KEYS[:10], EVEN)
         save(two, KEYS[:5], EVEN)
         assert used(two) == 15 * FILE
-    with open_store(config, NAMESPACE, EVEN) as store:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS[:11], EVEN)
         assert used(store) == 16 * FILE
 
 
-def test_what_people_delete_is_noticed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(posix_space, "_SCAN_SECONDS", 0.0)
-    monkeypatch.setattr(posix_space, "_IDLE_SECONDS", 0.0)
-    with open_store(config, NAMESPACE, EVEN) as store:
+def test_what_people_delete_is_noticed(config: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS, EVEN)
         for path in list(Path(config.directories[0]).rglob("??/*"))[:10]:
             path.unlink()
-        eventually(lambda: used(store) == 30 * FILE)
+        assert used(store) == 40 * FILE
+        clock.advance(posix_space._SCAN_SECONDS)
+        assert used(store) == 30 * FILE
 
 
-def test_a_store_of_before_is_counted(config: StoreConfig) -> None:
+def test_a_store_of_before_is_counted(config: StoreConfig, clock: SimulatedClock) -> None:
     """If there is no usage file yet, an evictor starts with a scan."""
-    with open_store(config, NAMESPACE, EVEN) as store:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS, EVEN)
     Path(config.directories[0], "USED").unlink()
-    with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as store:
+    with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN, clock=clock) as store:
         save(store, [key(100)], EVEN)
-        eventually(lambda: scan(config.directories[0]).nbytes <= 20 * FILE)
+        clock.run_until(lambda: scan(config.directories[0]).nbytes <= 20 * FILE)
 
 
-def test_the_smallest_capacity_wins_whoever_evicts(config: StoreConfig) -> None:
-    with open_store(config, NAMESPACE, EVEN) as one:
+def test_the_smallest_capacity_wins_whoever_evicts(config: StoreConfig, clock: SimulatedClock) -> None:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as one:
         save(one, KEYS, EVEN)
-        eventually(lambda: evictor_of(one)._root._elected)
-        with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as two:
-            eventually(lambda: not save(two, [key(100)], EVEN).failed)
-            eventually(lambda: one.stats()["posix"].evicted_blocks >= 20)
+        clock.run_until(lambda: evictor_of(one)._root._elected)
+        with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN, clock=clock) as two:
+            clock.run_until(lambda: not save(two, [key(100)], EVEN).failed)
+            clock.run_until(lambda: one.stats()["posix"].evicted_blocks >= 20)
 
 
 @contextmanager
 def stopped(processes: list[SpawnProcess]) -> Iterator[None]:
     """Stop the processes meanwhile: otherwise deletions during a scan are mixed with new writes."""
-    living = [process.pid for process in processes if process.is_alive() and process.pid]
+    living = [process.pid for process in processes if process.pid and not has_ended(process.pid)]
     for pid in living:
         os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: all(state(pid) in "TZ" for pid in living))
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     yield
     for pid in living:
         os.kill(pid, signal.SIGCONT)
 
 
-def state(pid: int) -> str:
-    """Return the operating system's state of a process."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+def has_ended(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:  # and its end has been noticed
+        return True
 
 
 def test_many_writers_keep_to_the_capacity(config: StoreConfig) -> None:
     """Four engines of two ranks each keep to it, however busy the machine is."""
     capacity = 200 * FILE
     limited = replace(config, posix_capacity_bytes=capacity)
-    writers = [SPAWN.Process(target=fill, args=(limited, f"rank{number % 2}", EVEN, number)) for number in range(8)]
-    for writer in writers:
-        writer.start()
+    writers, pipes = list[SpawnProcess](), list[Connection]()
+    for number in range(8):
+        mine, its = SPAWN.Pipe(duplex=False)
+        writers.append(SPAWN.Process(target=fill, args=(limited, f"rank{number % 2}", EVEN, number, its)))
+        writers[-1].start()
+        its.close()
+        pipes.append(mine)
     most = 0.0
-    while any(writer.is_alive() for writer in writers):
+    while pipes:
+        for pipe in wait(pipes):
+            assert isinstance(pipe, Connection)
+            try:
+                pipe.recv()
+            except EOFError:
+                pipes.remove(pipe)
         with stopped(writers):
             most = max(most, scan(config.directories[0]).nbytes)
-        time.sleep(0.03)
-    most = max(most, scan(config.directories[0]).nbytes)
+    for writer in writers:
+        writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 8
     assert 0.9 * capacity < most <= 1.05 * capacity
 
 
-def test_an_evictor_that_is_stopped_as_it_wakes_does_not_sleep_again(config: StoreConfig) -> None:
-    with open_store(config, NAMESPACE, EVEN) as store:
+def test_an_evictor_that_is_stopped_as_it_wakes_does_not_sleep_again(
+    config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         evictor = evictor_of(store)
 
-        class Wake(threading.Event):
-            def clear(self) -> None:
-                evictor.stop()
-                super().clear()
+        wake = evictor._wake
+        clear = wake.clear
 
-        evictor._wake = Wake()
+        def stop_and_clear() -> None:
+            evictor.stop()
+            clear()
+
+        monkeypatch.setattr(wake, "clear", stop_and_clear)
         save(store, KEYS[:1], EVEN)
-        thread = evictor._thread
-        assert thread is not None
-        thread.join(60)
-        assert not thread.is_alive()
+        clock.run_until_idle()
+        clock.advance(posix_space._LOOK_SECONDS[0])
+        assert "ucm-evictor" not in clock.alive

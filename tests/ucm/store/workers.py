@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,11 @@ from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import owner_name
+from ucm.store.posix.space import Usage
 from ucm.testing.blocks import content, fetch, filled, key, save
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _CLONE_NEWUTS = 0x04000000
 
@@ -26,8 +31,8 @@ def owner_name_of_this_process() -> str:
     return owner_name()
 
 
-def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
-    """Write blocks, whole and layer slice by layer slice, until killed."""
+def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int, told: Connection) -> None:
+    """Write blocks, whole and layer slice by layer slice, until killed; tell at each part."""
     chance = np.random.default_rng(seed)
     with open_store(config, namespace, geometry) as store:
         while True:
@@ -37,6 +42,7 @@ def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, 
                 parts = [memory.transfer()] if cut == 0 else [memory.transfer(cut), memory.transfer(0, cut)]
                 for part in parts:
                     store.save([part])
+                    told.send(None)
                 committed = store.commit([memory.key])
             store.wait(committed)
 
@@ -82,18 +88,20 @@ def live_without_privileges(root: str, user: int) -> dict[str, object]:
     return seen
 
 
-def fill(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
-    """Save this process's own blocks, half as many as the capacity allows, as fast as possible."""
+def fill(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int, told: Connection) -> None:
+    """Save this process's own blocks, half as many as the capacity allows, as fast as possible; tell after each ten."""
     with open_store(config, namespace, geometry) as store:
         for first in range(0, 100, 10):
             save(store, [key(1000 * seed + first + number) for number in range(10)], geometry)
+            told.send(first)
 
 
-def evict_until_killed(config: StoreConfig, namespace: str, geometry: BlockGeometry) -> None:
-    """Act as the evictor until killed."""
-    with open_store(config, namespace, geometry) as store:
-        save(store, [key(1)], geometry)
-        threading.Event().wait()
+def evict_until_killed(root: str, told: Connection) -> None:
+    """Be the root's evictor until killed."""
+    usage = Usage(root)
+    usage.add(1, None)
+    told.send(usage.elect())
+    threading.Event().wait()
 
 
 def become_another_host() -> None:

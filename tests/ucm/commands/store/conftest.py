@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.ucm.store.conftest import (  # noqa: F401 - fixtures
     memory,
     mooncake,
@@ -20,7 +21,6 @@ from tests.ucm.store.conftest import (  # noqa: F401 - fixtures
     s3_of_session,
     s3_server,
 )
-from tests.ucm.store.servers import free_port
 from ucm import cli
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store

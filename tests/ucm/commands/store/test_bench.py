@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.ucm.commands.store.conftest import Answer
 
-QUICK = ("--blocks", 2, "--block", 16_000, "--rounds", 2)
+QUICK = ("--blocks", 2, "--block", "16kB", "--rounds", 2)
 
 
 def test_figures_and_goals(tmp_path: Path, ask: Callable[..., Answer]) -> None:
@@ -65,7 +65,7 @@ def test_a_dram_tier_that_was_not_there_is_gone_again(memory: str, tmp_path: Pat
     assert (answer.code, "this store has none" in answer.err) == (2, True)
 
 
-@pytest.mark.parametrize("options", [("--blocks", 0), ("--rounds", 0), ("--block", 100), ("--block", "0")])
+@pytest.mark.parametrize("options", [("--blocks", 0), ("--rounds", 0), ("--block", "100B"), ("--block", "0")])
 def test_nothing_to_measure(tmp_path: Path, ask: Callable[..., Answer], options: tuple[object, ...]) -> None:
     answer = ask("bench", "--directory", tmp_path, *options)
     assert (answer.code, "there is nothing to measure" in answer.err) == (2, True)

@@ -147,7 +147,9 @@ def test_durations(text: str, seconds: float) -> None:
     assert duration(text) == seconds
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("0", 0), ("1024", 1024), ("4MiB", 4 << 20), ("1.5 GB", 1_500_000_000)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("0", 0), ("1048576", 1 << 20), ("1024B", 1024), ("4MiB", 4 << 20), ("1.5 GB", 1_500_000_000)]
+)
 def test_sizes(text: str, nbytes: int) -> None:
     assert size(text) == nbytes
 
@@ -156,7 +158,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     ("read", "text"),
     [
         *((duration, text) for text in ("", "30", "d", "-1d", "1y", "1 d", "5m")),
-        *((size, text) for text in ("", "-1", "5G", "x", "1e3")),
+        *((size, text) for text in ("", "-1", "5G", "x", "1e3", "20", "010GiB", "1:30", "٣GiB", "99999999٣")),
         *((key_prefix, text) for text in ("", "xyz", "AB", "a" * 129)),
         *((count, text) for text in ("", "-1", "1.0", "x")),
     ],

@@ -45,8 +45,8 @@ def test_the_most_recently_used_come_first(kept: Kept, ask: Callable[..., Answer
         (("--older-than", "36h"), range(2, 10)),
         (("--newer-than", "36h"), range(2)),
         (("--older-than", "36h", "--newer-than", "4.5d"), range(2, 5)),
-        (("--larger-than", FILE - 1), range(10)),
-        (("--larger-than", FILE), ()),
+        (("--larger-than", f"{FILE - 1}B"), range(10)),
+        (("--larger-than", f"{FILE}B"), ()),
     ],
 )
 def test_filters(

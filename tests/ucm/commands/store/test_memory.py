@@ -82,53 +82,6 @@ def test_gc_deletes_blocks_and_their_memory(store: StoreConfig, file: Path, ask:
     assert not folder.parent.exists()
 
 
-@pytest.fixture
-def former(store: StoreConfig) -> list[Path]:
-    """What a release before segments left in the directory: a file per block, one in a namespace of its own."""
-    found = []
-    for namespace, block in (("tiny/r0", KEYS[0]), ("older/r0", KEYS[1])):
-        layout = Layout(store.dram_directory, namespace)
-        layout.make()
-        path = Path(layout.block(block))
-        path.parent.mkdir()
-        path.write_bytes(bytes(10_000))
-        os.utime(path, (0, 0))
-        found.append(path)
-    return found
-
-
-def test_files_of_the_former_format_are_no_blocks(former: list[Path], file: Path, ask: Callable[..., Answer]) -> None:
-    (directory,) = ask("stat", "--json", "--config", file).data["directories"]
-    counts = {one["namespace"]: (one["blocks"], one["left_behind"]) for one in directory["namespaces"]}
-    assert counts == {"tiny/r0": (5, 1), "older/r0": (0, 1)}
-    assert directory["side_bytes"] == 20_000
-    assert ask("verify", "--config", file).code == 0
-    assert ask("gc", "--yes", "--dry-run", "--config", file).code == 0
-    assert all(path.exists() for path in former)
-
-
-def test_gc_deletes_files_of_the_former_format_and_spares_the_blocks(
-    store: StoreConfig, former: list[Path], file: Path, ask: Callable[..., Answer]
-) -> None:
-    data = ask("gc", "--json", "--config", file).data
-    assert {(one["kind"], one["count"], one["bytes"]) for one in data["deleted"]} == {("left behind", 1, 10_000)}
-    assert not any(path.exists() for path in former)
-    with open_store(store, "tiny/r0", EVEN) as opened:
-        assert fetch(opened, KEYS, EVEN)[1] == {}
-    assert ask("gc", "--yes", "--all", "--namespace", "*", "--config", file).code == 0
-    assert not Path(Layout(store.dram_directory, "older/r0").base).exists()
-
-
-def test_gc_spares_what_an_engine_of_an_earlier_release_uses(
-    former: list[Path], file: Path, ask: Callable[..., Answer]
-) -> None:
-    os.utime(former[0])
-    (directory,) = ask("stat", "--json", "--config", file).data["directories"]
-    assert {one["namespace"]: one["left_behind"] for one in directory["namespaces"]} == {"tiny/r0": 0, "older/r0": 1}
-    assert ask("gc", "--yes", "--config", file).code == 0
-    assert [path.exists() for path in former] == [True, False]
-
-
 def test_gc_deletes_nothing_where_the_memory_tier_names_a_store_on_disk(
     tmp_path: Path, ask: Callable[..., Answer]
 ) -> None:

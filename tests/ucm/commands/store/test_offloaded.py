@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: A worker's store of its own with blocks in memory; it says when they are there, and waits to be killed. Its blocks
 #: are numpy's instead of torch's, which is not installed everywhere.
 WORKER = """
-import sys, time
+import sys, threading, time
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,7 +44,7 @@ while store._saving or store._refused:
     time.sleep(0.01)
 assert not store._kept[1].copies, "they are in host memory only"
 print("saved", flush=True)
-time.sleep(600)
+threading.Event().wait()
 """
 
 

@@ -24,7 +24,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["pipeline", "nfs", "older_nfs", "pooled_dram", "developer", "ds3fs"])
+@pytest.mark.parametrize("name", ["pipeline", "nfs", "pooled_dram", "developer"])
 def test_the_same_as_the_connector_understands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unlike the connector, reading the configuration creates no directories."""
     monkeypatch.setenv("KV", str(tmp_path / "kv"))
@@ -35,7 +35,7 @@ def test_the_same_as_the_connector_understands(name: str, tmp_path: Path, monkey
     assert found == load_connector_config({"UCM_CONFIG_FILE": str(UPSTREAM / f"{name}.yaml")}).store
 
 
-@pytest.mark.parametrize("name", ["compress", "mooncake"])
+@pytest.mark.parametrize("name", ["compress", "mooncake", "ds3fs"])
 def test_what_the_connector_does_not_understand(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV", str(tmp_path / "kv"))
     file = UPSTREAM / f"{name}.yaml"
@@ -62,11 +62,6 @@ def test_a_configuration_that_cannot_be_used(text: str, what: str, tmp_path: Pat
     assert answer.code == 2
     assert what in answer.err
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
-
-
-def test_former_names_of_settings_work(tmp_path: Path) -> None:
-    settings = read_store_settings(write(tmp_path / "c.yaml", "store: {directories: [/kv], dump_threads: 3}"))
-    assert settings.save_threads == 3
 
 
 def test_a_configuration_that_is_not_there(tmp_path: Path, ask: Callable[..., Answer]) -> None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.ucm.commands.store.conftest import BIG, DAY, FILE, SMALL
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, read_files, write_model
 from tests.ucm.store.keys import key_file, secret
-from tests.ucm.store.servers import free_port
 from ucm.config import load_connector_config
 from ucm.integration.vllm.connector.identity import engine_identity
 from ucm.store.authentication import Authenticator

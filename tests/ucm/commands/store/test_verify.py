@@ -83,13 +83,6 @@ def test_damage_is_quarantined_on_demand(kept: Kept, ask: Callable[..., Answer])
     assert ask("verify", "--directory", kept.root).code == 0
 
 
-def test_the_former_name_of_the_flag_works_and_warns(kept: Kept, ask: Callable[..., Answer]) -> None:
-    kept.path(BIG, 3).write_bytes(b"rubbish")
-    answer = ask("verify", "--set-aside", "--directory", kept.root)
-    assert "within its header; quarantined" in answer.out
-    assert "--set-aside is deprecated, use --quarantine" in answer.err
-
-
 def test_what_cannot_be_read_goes_out_of_the_way(kept: Kept, ask: Callable[..., Answer]) -> None:
     path = kept.path(BIG, 0)
     path.unlink()

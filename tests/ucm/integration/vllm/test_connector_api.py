@@ -13,8 +13,8 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.integration.vllm import compat
-from ucm.integration.vllm.compat import connector_abilities
+from ucm import compat
+from ucm.compat import connector_abilities
 
 ROOM = Path(__file__).parents[4] / "ucm/integration/vllm"
 #: Modules that call a connector, at their paths in all releases.

@@ -15,8 +15,8 @@ import pytest
 import ucm
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm.published import definition, fields, module
+from ucm.compat import choose_backend, leave_out, no_whole_graphs, runs_micro_batches
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import choose_backend, leave_out, no_whole_graphs, runs_micro_batches
 from ucm.integration.vllm.connector.failures import UnsupportedModelError, refuse_what_cannot_work
 from ucm.integration.vllm.sparse.requirements import require_engine
 
@@ -187,7 +187,7 @@ ROOMS = ("integration", "sparse", "store", "config", "hashing")
 
 
 def test_no_message_names_an_option_that_only_some_releases_have() -> None:
-    """Other options are named only by `ucm.integration.vllm.compat`, or where the engine has enabled them."""
+    """Other options are named only by `ucm.compat`, or where the engine has enabled them."""
     root = Path(ucm.__file__).parent
     texts = [text for room in ROOMS for path in (root / room).rglob("*.py") for text in spoken(path)]
     found = {option for text in texts for option in OPTION.findall(text)}

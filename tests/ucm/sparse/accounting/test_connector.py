@@ -13,6 +13,7 @@ from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine, Work
 from tests.ucm.sparse.beside_connector import ENGINES, check_engines, prompts, truth_of
 from ucm.sparse.blocks import SinksAndWindow
+from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +44,7 @@ def test_engines(name: str, tmp_path: Path) -> None:
 def test_releasing_too_much_shows(tmp_path: Path) -> None:
     chance = random.Random(0)  # noqa: S311
     setting = Setting(caching=False)
-    engine = WindowedEngine(setting, tmp_path, chance, truth_of(setting))
+    engine = WindowedEngine(setting, tmp_path, chance, truth_of(setting), SimulatedClock(0))
     engine.scheduler._ucm_sparse_method._blocks._window = SinksAndWindow(3, 2, tile=1)
     for prompt in prompts(chance):
         engine.submit(prompt, 20)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.sparse.esa.offloaded import OffloadedNews
+    from ucm.testing.clock import SimulatedClock
 
 OPTIONS = {"sink_tokens": 3, "window_tokens": 10, "token_budget": 12}
 GARBAGE = 0xBAD
@@ -30,9 +31,11 @@ GARBAGE = 0xBAD
 class RetrievingEngine(VllmEngine):
     """The connector's engine with the method."""
 
-    def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth) -> None:
+    def __init__(
+        self, setting: Setting, directory: Path, chance: random.Random, truth: Truth, clock: SimulatedClock
+    ) -> None:
         self.resident: dict[int, list[int]] = {}
-        super().__init__(setting, directory, chance, truth)
+        super().__init__(setting, directory, chance, truth, clock)
 
     def _configuration(self, model: Path) -> Any:
         config = super()._configuration(model)

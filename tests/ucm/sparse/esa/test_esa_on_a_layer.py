@@ -49,7 +49,14 @@ class Case:
     """One request whose offloaded context has been released, on a layer; from memory, blocks are loaded in place."""
 
     def __init__(
-        self, real: RealLayer, directory: Path, resident: list[int], retrieval: str, budget: int, tier: str = "Posix"
+        self,
+        real: RealLayer,
+        directory: Path,
+        resident: list[int],
+        retrieval: str,
+        budget: int,
+        tier: str = "Posix",
+        prefill: str = "window",
     ) -> None:
         self.real, self.resident = real, resident
         self._source = torch.Generator().manual_seed(len(resident))
@@ -60,7 +67,7 @@ class Case:
         if tier == "Dram":
             store = {"pipeline": tier, "dram_directory": str(directory), "dram_capacity": "16MiB"}
         options = {"retrieval": retrieval, "store": store, "token_budget": budget * SIZE, "window_tokens": WINDOW}
-        self.method = Tiles(real.config, Role.WORKER, options)
+        self.method = Tiles(real.config, Role.WORKER, {**options, "prefill": prefill})
         self.method.attention = real.view
         self.method.worker_started()
         self.method.reader.caches[NAME] = real.kv_cache  # as the step of its admission has left it

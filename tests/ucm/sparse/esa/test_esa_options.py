@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
@@ -19,6 +18,8 @@ from ucm.sparse.factory import create_method
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ucm.testing.clock import SimulatedClock
 
 
 def config(**others: Any) -> Any:
@@ -43,13 +44,6 @@ def test_a_store_is_written_as_the_connector_s() -> None:
     assert (found.directories, found.posix_capacity_bytes) == (("/data/kv",), 2 << 30)
 
 
-def test_former_names_work_in_its_store(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "ucm"):
-        found = ESA(config(), Role.WORKER, {"store": {"pipeline": "Dram", "dump_threads": 3}})._options.store
-    assert found.save_threads == 3
-    assert "store.dump_threads is deprecated, use save_threads" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -57,6 +51,7 @@ def test_former_names_work_in_its_store(caplog: pytest.LogCaptureFixture) -> Non
         ({"token_budget": "64"}, "token_budget"),
         ({"budget": 64}, "ESA has no option 'budget'"),
         ({"retrieval": "later"}, "`exact` or `ahead`"),
+        ({"prefill": "dens"}, "did you mean 'dense'? prefill: `window` or `dense`"),
         ({"store": {"pipeline": "Posix"}}, "needs a directory"),
         ({"store": {"pipeline": "Nothing"}}, "there is no such store"),
         ({"store": 3}, "ucm_sparse_config.ESA.store"),
@@ -83,13 +78,15 @@ def test_a_worker_refuses_it_before_it_loads_a_model() -> None:
         method.worker_started()
 
 
-def start_beside_a_frozen_directory(path: Path, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any]) -> list[object]:
+def start_beside_a_frozen_directory(
+    path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock, store: dict[str, Any]
+) -> list[object]:
     """Start a worker; return its error, or that it has started; nothing if it waits for the directory."""
     path.mkdir()
     options = {"store": {"pipeline": "Posix", "directories": str(path), "stuck_seconds": 1.0, **store}}
-    method = ESA(config(parallel_config=SimpleNamespace(rank=0)), Role.WORKER, options)
+    method = ESA(config(parallel_config=SimpleNamespace(rank=0)), Role.WORKER, options, clock=clock)
     method.attention = create_autospec(CopyingView, instance=True)
-    frozen = FrozenDirectory(monkeypatch, str(path))
+    FrozenDirectory(monkeypatch, str(path), clock=clock)
     ended: list[object] = []
 
     def start() -> None:
@@ -100,34 +97,27 @@ def start_beside_a_frozen_directory(path: Path, monkeypatch: pytest.MonkeyPatch,
         else:
             ended.append(method.reader)
 
-    starting = threading.Thread(target=start, daemon=True)
-    starting.start()
-    starting.join(60)
-    frozen.thawed.set()
+    clock.thread(start, "start").start()
+    clock.advance(60)
     return ended
 
 
 def test_a_worker_starts_beside_a_directory_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: SimulatedClock
 ) -> None:
     monkeypatch.setattr(get_logger(), "propagate", True)
-    [started] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, {})
+    [started] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, clock, {})
     assert not isinstance(started, ConfigError)
     assert f"has not answered for 1.0 s ({tmp_path / 'kv'})" in caplog.text
 
 
 def test_a_wrong_option_is_told_beside_a_directory_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     wrong = {"pipeline": "Posix|Redis", "tiers": {"Redis": {"no_such_option": 1}}}
-    [refusal] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, wrong)
+    [refusal] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, clock, wrong)
     assert isinstance(refusal, ConfigError)
     assert "no_such_option" in refusal.where
-
-
-def test_connectors_of_others_are_refused() -> None:
-    with pytest.raises(SparseMethodError, match="another KV connector than UCM's"):
-        ESA(config(), Role.SCHEDULER, {}).scheduler_started(SimpleNamespace(connector=object()))
 
 
 @pytest.mark.parametrize("group", ["SCHEDULER", "ATTENTION", "MODEL_RUNNER"])

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STEPS = 150
-ALL = {"token_budget": 400, "sink_tokens": 3, "window_tokens": 10}
-SOME = {"token_budget": 16, "sink_tokens": 3, "window_tokens": 10}
+ALL: dict[str, Any] = {"token_budget": 400, "sink_tokens": 3, "window_tokens": 10, "prefill": "window"}
+SOME = {**ALL, "token_budget": 16}
+DENSE = {**SOME, "prefill": "dense"}
 ENGINES = {
     "all comes back": Setting(ALL, at_once=True, blocks=160),
     "all comes back, few blocks": Setting(ALL, at_once=True, blocks=60, running=8),
@@ -37,7 +38,13 @@ ENGINES = {
         {**SOME, "retrieval": "ahead"}, asynchronous=True, blocks=40, running=8
     ),
     "some, no prefix cache": Setting(SOME, caching=False),
-    "one block, no sinks": Setting({"token_budget": 4, "sink_tokens": 0, "window_tokens": 1}),
+    "one block, no sinks": Setting({"token_budget": 4, "sink_tokens": 0, "window_tokens": 1, "prefill": "window"}),
+    "all comes back, dense prompts": Setting({**ALL, "prefill": "dense"}, at_once=True, blocks=160),
+    "some, dense prompts": Setting(DENSE, blocks=160),
+    "some, dense prompts, few blocks": Setting(DENSE, blocks=60, running=8),
+    "some, dense prompts, asynchronous, few blocks, ahead": Setting(
+        {**DENSE, "retrieval": "ahead"}, asynchronous=True, blocks=60, running=8
+    ),
 }
 
 
@@ -78,6 +85,9 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
     if name.startswith("all"):
         for prompt, answer, _ in engine.answers.values():
             assert answer == engine.device.model.generate(prompt, len(answer))
+    if "dense prompts" in name:
+        for prompt, answer, _ in engine.answers.values():
+            assert answer[:1] == engine.device.model.generate(prompt, 1), "a dense prompt's last token reads everything"
     longest: dict[str, tuple[list[int], torch.Tensor]] = {}
     for prompt, answer, kv in engine.answers.values():
         known = longest.setdefault(str(prompt), (answer, kv))
@@ -203,6 +213,19 @@ def test_a_streaming_session_that_has_lost_blocks_begins_its_turn(tmp_path: Path
     engine.drain()
 
 
+def test_what_a_request_with_a_dense_prompt_holds_is_flat_from_its_answer_on(tmp_path: Path) -> None:
+    engine = Engine(Setting(DENSE, blocks=140), tmp_path, random.Random(1))  # noqa: S311
+    request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(300)], 180)
+    row = engine.manager.req_to_blocks
+    while request.num_computed_tokens < 300:
+        engine.turn()
+        assert not any(block.is_null for block in row[request.request_id]), "a prompt that is computed reads all of it"
+    engine.drain()
+    most = 1 + 16 // BLOCK + (10 + TILE + engine.setting.budget) // BLOCK + 3
+    assert engine.held[4] <= most
+    assert engine.worker.reader.counts["copied_out"] > 100
+
+
 def test_what_was_found_in_the_cache_is_copied_out_in_portions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = Engine(Setting(SOME, blocks=140), tmp_path, random.Random(1))  # noqa: S311
     prompt = [engine.chance.randrange(VOCABULARY) for _ in range(300)]
@@ -245,14 +268,17 @@ def test_a_store_that_goes_away_has_requests_computed_anew(tmp_path: Path) -> No
     assert (len(engine.answers), counts["loaded"]) == (5, loaded)
 
 
+@pytest.mark.parametrize("options", [SOME, DENSE], ids=["windowed", "dense"])
 @pytest.mark.parametrize("retrieval", ["exact", "ahead"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_request_that_is_computed_anew_goes_on_alike(tmp_path: Path, retrieval: str, *, caching: bool) -> None:
+def test_a_request_that_is_computed_anew_goes_on_alike(
+    tmp_path: Path, options: dict[str, Any], retrieval: str, *, caching: bool
+) -> None:
     """With a prefix cache it may find blocks of its output again, but none under the old keys if they differ."""
     answers = []
     for lost in (False, True):
         (tmp_path / str(lost)).mkdir()
-        setting = Setting({**SOME, "retrieval": retrieval}, blocks=300, caching=caching)
+        setting = Setting({**options, "retrieval": retrieval}, blocks=300, caching=caching)
         engine = Engine(setting, tmp_path / str(lost), random.Random(2))  # noqa: S311 - no secret
         request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(90)], 80)
         while lost and request.num_output_tokens < 40:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
-from ucm.sparse.esa.offloaded import Losses, out_of_reach, tell_loss
+from ucm.sparse.esa.offloaded import Losses, block_key, out_of_reach, tell_loss
 
 if TYPE_CHECKING:
     import pytest
@@ -72,3 +72,10 @@ def test_what_cannot_be_told_is_in_the_log(tmp_path: Path, caplog: pytest.LogCap
     losses = Losses()
     Path(losses.path).unlink()
     assert losses.admissions() == set()
+
+
+def test_an_offloaded_block_is_found_only_by_the_admission_that_wrote_it() -> None:
+    """Its key follows from no content and no name that another request could have, too."""
+    numbers = [0, 1, 2, 11, 12, 112]
+    keys = {block_key(engine, admission, place) for engine in ("a", "b") for admission in numbers for place in numbers}
+    assert len(keys) == 2 * len(numbers) ** 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +15,9 @@ import torch
 
 from tests.ucm.sparse.esa.memory import shared_memory
 from tests.ucm.store.frozen import FrozenDirectory
+from ucm.clock import SYSTEM
 from ucm.sparse.esa import offload_store
 from ucm.sparse.esa.offload_store import OffloadStore, remove_leftovers
-from ucm.store import health
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -29,11 +27,15 @@ from ucm.store.posix.index import evict, scan
 from ucm.store.posix.layout import Layout, owner_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
+    from ucm.clock import Clock
     from ucm.store.base import KVStore
+    from ucm.testing.clock import SimulatedClock
+
+pytest_plugins = ("tests.simulated",)
 
 SIZES = (48, 80)
 
@@ -62,8 +64,8 @@ def files(root: Path) -> list[Path]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[OffloadStore]:
-    found = OffloadStore(config(tmp_path / "root"), copies(), owner_name(), 0)
+def store(tmp_path: Path, clock: SimulatedClock) -> Iterator[OffloadStore]:
+    found = OffloadStore(config(tmp_path / "root"), copies(), owner_name(), 0, clock=clock)
     yield found
     found._end()
 
@@ -112,10 +114,8 @@ def test_nothing_of_a_request_is_left_when_it_has_ended(store: OffloadStore, tmp
     assert len(files(tmp_path / "root")) == 3
 
 
-def test_what_the_store_does_not_take_stays_in_host_memory_until_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = OffloadStore(config(tmp_path / "root", save_queue_bytes=200), copies(), owner_name(), 0)
+def test_what_the_store_does_not_take_stays_in_host_memory_until_it_does(tmp_path: Path, clock: SimulatedClock) -> None:
+    store = OffloadStore(config(tmp_path / "root", save_queue_bytes=200), copies(), owner_name(), 0, clock=clock)
     data = blocks(20)
     every = [(1, place) for place in range(20)]
     store.save(1, 0, data)
@@ -125,9 +125,10 @@ def test_what_the_store_does_not_take_stays_in_host_memory_until_it_does(
     assert not store._saving, "it is left alone for a while"
     assert torch.equal(fetched(store, 1, *every), data[1])
     assert (store.counts["from_host"], store.counts["loaded"]) == (refused, 20 - refused)
-    monkeypatch.setattr(offload_store, "RETRY_SECONDS", 0.0)
-    store._retry_at = 0.0
+    settle(store)
+    assert not store._saving
     for _ in range(60):
+        clock.advance(offload_store.RETRY_SECONDS)
         settle(store)
     assert store.counts["kept"] == 0
     assert not store._kept[1].copies
@@ -166,13 +167,13 @@ def test_a_damaged_block_is_lost_and_later_ones_stay_in_host_memory(store: Offlo
     assert 4 in store._kept[1].copies
 
 
-def test_blocks_are_loaded_from_memory_to_where_they_are_wanted() -> None:
+def test_blocks_are_loaded_from_memory_to_where_they_are_wanted(clock: SimulatedClock) -> None:
     """From the store, and from host memory while it has not settled; a block that is lost is told."""
     data, memory = blocks(4), bytearray(SIZES[1] * 4)
     places = [memoryview(memory)[at * SIZES[1] : (at + 1) * SIZES[1]] for at in (3, 0, 2, 1)]
     with shared_memory() as root:
         options = StoreConfig(pipeline="Dram", dram_directory=str(root), dram_capacity_bytes=1 << 24)
-        store = OffloadStore(options, copies(), owner_name(), 0)
+        store = OffloadStore(options, copies(), owner_name(), 0, clock=clock)
         assert store.loads_in_place
         store.save(1, 0, data)
         for _ in range(2):
@@ -203,9 +204,9 @@ def test_a_directory_that_is_gone_costs_what_was_in_it(store: OffloadStore, tmp_
     assert torch.equal(fetched(store, 0, (2, 0), (2, 2)), later[0][[0, 2]])
 
 
-def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path) -> None:
+def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path, clock: SimulatedClock) -> None:
     root = tmp_path / "root"
-    one = OffloadStore(config(root), copies(), owner_name(), 0)
+    one = OffloadStore(config(root), copies(), owner_name(), 0, clock=clock)
     one.save(1, 0, blocks(1))
     settle(one)
     assert len(list(root.glob("offloaded+*"))) == 1
@@ -213,7 +214,7 @@ def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path)
     assert not list(root.glob("offloaded+*"))
     host, _, _, *rest = owner_name().split("-")
     dead = f"{host}-999999999-1-{'-'.join(rest)}/0"
-    for namespace in (f"offloaded/{dead}", f"middle/{dead}", f"offloaded/{owner_name()}/0", "others"):
+    for namespace in (f"offloaded/{dead}", f"offloaded/{owner_name()}/0", "others"):
         Layout(str(root), namespace).make()
     remove_leftovers(str(root))
     there = sorted(path.name for path in root.iterdir() if path.is_dir())
@@ -221,48 +222,28 @@ def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path)
     assert len(left) == len(there) == 2
 
 
-class Clock:
-    """The clock by which a thread counts as stuck."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-def gets_on(call: Callable[[], object]) -> None:
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "it waits for the directory"
-
-
-def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, root = Clock(), tmp_path / "root"
-    monkeypatch.setattr(health, "time", clock)
-    options = config(root)
-    frozen = FrozenDirectory(monkeypatch, str(root))
-    made: list[OffloadStore] = []
-    gets_on(lambda: made.append(OffloadStore(options, copies(), owner_name(), 0)))
-    [store], data = made, blocks(6)
-    assert frozen.held.wait(60)
-
-    def work() -> None:
-        store.save(1, 0, data)
-        store.settle()
-        assert store._saving, "what waits for the store waits in host memory"
-        clock.now += options.stuck_seconds
-        store.settle()
-        assert not store._saving
-        assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
-        store.drop(1)
-
-    gets_on(work)
+def test_a_directory_that_does_not_answer_keeps_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
+    options, root, began = config(tmp_path / "root"), tmp_path / "root", clock.monotonic()
+    frozen = FrozenDirectory(monkeypatch, str(root), clock=clock)
+    store, data = OffloadStore(options, copies(), owner_name(), 0, clock=clock), blocks(6)
+    clock.run_until_idle()
+    assert frozen.held.is_set()
+    store.save(1, 0, data)
+    store.settle()
+    assert store._saving, "what waits for the store waits in host memory"
+    assert clock.monotonic() == began, "the worker has waited for nothing"
+    clock.advance(options.stuck_seconds)
+    waited = clock.monotonic()
+    store.settle()
+    assert not store._saving
+    assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
+    store.drop(1)
+    assert clock.monotonic() == waited
     assert (store.counts["kept"], store.counts["lost"]) == (6, 0)
     frozen.thawed.set()
-    deadline = time.monotonic() + 60
-    while not store._store.stats() and time.monotonic() < deadline:
-        store._store.flush(60)
+    clock.run_until(lambda: bool(store._store.stats()))
     store.save(2, 0, data)
     settle(store)
     assert torch.equal(fetched(store, 0, (2, 5), (2, 0)), data[0][[5, 0]])
@@ -272,30 +253,28 @@ def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkey
 
 
 def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    clock, opens, may_open = Clock(), threading.Event(), threading.Event()
+    may_open = clock.event()
 
-    def open_late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
-        opens.set()
-        may_open.wait(60)
-        return open_store(config, namespace, geometry)
+    def open_late(
+        config: StoreConfig, namespace: str, geometry: BlockGeometry | None, *, clock: Clock = SYSTEM
+    ) -> KVStore:
+        may_open.wait()
+        return open_store(config, namespace, geometry, clock=clock)
 
-    monkeypatch.setattr(health, "time", clock)
     monkeypatch.setattr(offload_store, "open_store", open_late)
-    monkeypatch.setattr(offload_store, "RETRY_SECONDS", 0.0)
     options = config(tmp_path / "root")
-    store, data = OffloadStore(options, copies(), owner_name(), 0), blocks(6)
-    assert opens.wait(60)
+    store, data = OffloadStore(options, copies(), owner_name(), 0, clock=clock), blocks(6)
     store.save(1, 0, data)
-    clock.now += options.stuck_seconds
+    clock.advance(options.stuck_seconds)
     settle(store)
     assert store._refused or store._saving, "they are tried again"
     may_open.set()
-    deadline = time.monotonic() + 60
-    while store._kept[1].copies and time.monotonic() < deadline:
-        store._store.flush(60)
+    for _ in range(3):
+        clock.advance(offload_store.RETRY_SECONDS)
         settle(store)
+    assert not store._kept[1].copies
     assert store.counts["kept"] == 0
     assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
     assert store.counts["loaded"] == 6
@@ -303,22 +282,14 @@ def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
 
 
 def test_a_directory_that_does_not_answer_any_more_does_not_keep_the_end(
-    store: OffloadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: OffloadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     store.save(1, 0, blocks(2))
     settle(store)
-    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "root"))
-    clock = Clock()
-    monkeypatch.setattr(health, "time", clock)
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "root"), clock=clock)
     store.drop(1)
-    assert frozen.held.wait(60)
-    ending = threading.Thread(target=store._end, daemon=True)
-    ending.start()
-    deadline = time.monotonic() + 60
-    while ending.is_alive() and time.monotonic() < deadline:
-        clock.now += 10.0
-        ending.join(0.1)
-    ended = not ending.is_alive()
+    clock.run_until_idle()
+    assert frozen.held.is_set()
+    store._end()
+    assert not frozen.thawed.is_set()
     frozen.thawed.set()
-    ending.join()
-    assert ended, "it waits for the directory"

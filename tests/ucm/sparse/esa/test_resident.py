@@ -13,48 +13,9 @@ import torch
 from tests.ucm.sparse.steps import step
 from ucm.errors import SparseMethodError
 from ucm.sparse.blocks import SinksAndWindow
-from ucm.sparse.esa.resident import Listed, OffloadedBounds, OffloadedTables, ResidentLayer, reading
-from ucm.sparse.topk.representatives import WHOLE
+from ucm.sparse.esa.resident import Listed, OffloadedTables, ResidentLayer, reading
 
-BLOCKS, BLOCK, KV_HEADS, HEADS, SIZE = 200, 4, 2, 4, 8
-
-
-def bounds_of(keys: torch.Tensor, pieces: tuple[int, ...]) -> OffloadedBounds:
-    """Return the bounds of ``[blocks, BLOCK, KV_HEADS, SIZE]``, added in pieces, from blocks in another order."""
-    found, done = OffloadedBounds(), 0
-    order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(1))
-    cache = torch.empty_like(keys)
-    cache[order] = keys
-    for piece in pieces:
-        found.append(order[done : done + piece], lambda ids: cache[ids])
-        done += piece
-    return found
-
-
-def test_a_block_is_wanted_as_its_bound_says() -> None:
-    keys = torch.randn(BLOCKS, BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(2))
-    token = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(3))
-    own = torch.randn(KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
-    for blocks in (BLOCKS, 150):
-        expected = torch.zeros(blocks)
-        for head in range(HEADS):
-            kv_head = head // (HEADS // KV_HEADS)
-            groups = [*keys[:blocks, :, kv_head], own[None, kv_head]]
-            bound = torch.stack(
-                [torch.maximum(token[head] * of.amax(0), token[head] * of.amin(0)).sum(-1) for of in groups]
-            )
-            assert all(bool((bound[at] >= of @ token[head] - 1e-5).all()) for at, of in enumerate(groups))
-            expected += (bound * SIZE**-0.5).softmax(0)[:blocks]
-        for pieces in ((BLOCKS,), (1, 63, 1, 100, 35)):
-            found = bounds_of(keys, pieces).wanted(token, own, blocks)
-            assert found.dtype == torch.int64
-            torch.testing.assert_close(found / WHOLE, expected)
-
-
-def test_what_has_no_bounds_cannot_be_chosen() -> None:
-    found = bounds_of(torch.zeros(4, BLOCK, KV_HEADS, SIZE), (4,))
-    with pytest.raises(RuntimeError, match="nothing to choose from"):
-        found.wanted(torch.zeros(HEADS, SIZE), torch.zeros(KV_HEADS, SIZE), 5)
+BLOCK = 4
 
 
 def test_resident_blocks_hold_what_is_chosen_and_change_no_more_than_they_must() -> None:
@@ -103,6 +64,16 @@ def test_what_a_token_reads_is_a_matter_of_its_position_and_of_the_prompt() -> N
     assert found.choosing == {int(lasts[row]): WINDOW.skipped_by(p, 0, BLOCK) for row, p in ((1, 60), (2, 69), (4, 59))}
     with pytest.raises(SparseMethodError, match="several tokens of an answer"):
         reading(step(("back", 58, 3, 60)), WINDOW, 6, BLOCK)
+
+
+def test_tokens_of_a_dense_prompt_read_everything_and_the_first_generated_one_chooses() -> None:
+    """Rows: a prompt's last chunk, the first generated token, a preempted request's prompt, one generated within."""
+    batch = step(("last", 30, 40, 70), ("first", 70, 1, 70), ("again", 0, 65, 70), ("within", 34, 1, 30))
+    window = SinksAndWindow(3, 10, dense_prefill=True, tile=8)
+    found = reading(batch, window, 6, BLOCK)
+    assert found.pieces.whole
+    assert found.skipped.tolist() == [0, 0, 0, 0]
+    assert found.choosing == {1: window.skipped_by(70, 70, BLOCK)}
 
 
 def test_tables_name_sinks_chosen_and_latest_blocks() -> None:

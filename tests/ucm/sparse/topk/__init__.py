@@ -1,1 +1,1 @@
-"""`BlockTopK`, its selectors and its probe."""
+"""`BlockTopK`, its summaries of blocks and its probe."""

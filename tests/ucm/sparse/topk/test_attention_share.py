@@ -102,13 +102,13 @@ def test_what_is_kept_is_the_true_share_of_the_attention() -> None:
         assert layer["needed"][str(target)] == layer["worst"][str(target)] == pytest.approx(needed)
 
 
-def test_a_block_with_the_wanted_key_is_found_by_bounds_and_codes() -> None:
+def test_a_block_with_the_wanted_key_is_found_by_codes() -> None:
     row = list(range(16))
     made, kv, query = probe(), drawn(0, 2, BLOCKS, SIZE, KV_HEADS, HEAD) * 0.1, torch.ones(1, HEADS, HEAD)
     kv[0, 6, 2] = 8.0
     run(made, step(("b", 60, 1, 9)), [row], kv, query)
     kept = made.report()["layers"][LAYER]["kept"]["0.5"]
-    assert min(kept["bounds"], kept["codes"], kept["oracle"]) > 0.99
+    assert min(kept["codes"], kept["oracle"]) > 0.99
     assert kept["random"] < 0.5
 
 

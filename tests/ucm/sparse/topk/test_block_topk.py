@@ -72,13 +72,6 @@ def run(
 LONG = list(range(10, 18))
 
 
-@pytest.fixture(params=["bounds", "codes"])
-def selector(request: pytest.FixtureRequest) -> str:
-    """Return the method's selector."""
-    name: str = request.param
-    return name
-
-
 def test_a_long_decode_reads_its_budget_and_first_layers_everything() -> None:
     made, batch = method(), step(("a", 30, 1, 8))
     dense = metadata(batch, [LONG])
@@ -102,9 +95,9 @@ def test_a_long_decode_reads_its_budget_and_first_layers_everything() -> None:
     }
 
 
-def test_the_blocks_with_the_keys_that_the_query_seeks_are_read(selector: str) -> None:
+def test_the_blocks_with_the_keys_that_the_query_seeks_are_read() -> None:
     """Two blocks between sinks and recent blocks have keys in the query's direction."""
-    made, batch, kv = method(selector=selector), step(("a", 30, 1, 8)), cache() * 0.01
+    made, batch, kv = method(), step(("a", 30, 1, 8)), cache() * 0.01
     kv[0, 12, 3] = 1.0
     kv[0, 15, 0] = 1.0
     kv[0, 17] = 1.0  # recent, read anyhow
@@ -112,8 +105,8 @@ def test_the_blocks_with_the_keys_that_the_query_seeks_are_read(selector: str) -
     assert found.block_table.tolist() == [[10, 12, 15, 16, 17]]
 
 
-def test_a_query_against_the_keys_looks_for_their_least_values(selector: str) -> None:
-    made, batch, kv = method(selector=selector), step(("a", 30, 1, 8)), cache() * 0.01
+def test_a_query_against_the_keys_looks_for_their_least_values() -> None:
+    made, batch, kv = method(), step(("a", 30, 1, 8)), cache() * 0.01
     kv[0, 12, 1] = 1.0
     kv[0, 13, 1] = -1.0
     kv[0, 14, 2] = -1.0
@@ -135,9 +128,9 @@ def test_what_fits_and_what_is_no_decode_is_left_alone() -> None:
         assert sorted(set(blocks)) == [*LONG[1:], *range(31, 37)]
 
 
-def test_what_is_kept_of_a_block_is_made_when_it_is_complete_and_not_when_it_is_first_wanted(selector: str) -> None:
+def test_what_is_kept_of_a_block_is_made_when_it_is_complete_and_not_when_it_is_first_wanted() -> None:
     """A prompt in chunks, the first of which finds two blocks in a cache; then its decodes."""
-    made, kv = method(selector=selector), cache()
+    made, kv = method(), cache()
     row = list(range(10, 20))
     for computed, new in ((8, 6), (14, 10), (24, 6)):
         batch = step(("a", computed, new, 30), admitted=["a"] if computed == 8 else [])
@@ -174,8 +167,8 @@ def test_rows_of_a_mixed_step() -> None:
     assert dense.seq_lens.tolist() == [30, 31, 4]
 
 
-def test_keys_of_a_block_are_read_once_per_layer(selector: str) -> None:
-    made, kv = method(selector=selector), cache()
+def test_keys_of_a_block_are_read_once_per_layer() -> None:
+    made, kv = method(), cache()
     row = list(range(10, 20))
     for computed in range(30, 38):
         batch = step(("a", computed, 1, 8))
@@ -188,9 +181,9 @@ def test_keys_of_a_block_are_read_once_per_layer(selector: str) -> None:
         )
 
 
-def test_a_block_with_new_content_gets_a_new_representative(selector: str) -> None:
+def test_a_block_with_new_content_gets_a_new_representative() -> None:
     """One request ends and another gets its blocks; one is preempted and resumes with other content."""
-    made, old, new = method(selector=selector), cache() * 0.01, cache() * 0.01
+    made, old, new = method(), cache() * 0.01, cache() * 0.01
     old[0, 12] = old[0, 13] = 1.0
     new[0, 14] = new[0, 15] = 1.0
     batch = step(("a", 30, 1, 8))
@@ -203,9 +196,9 @@ def test_a_block_with_new_content_gets_a_new_representative(selector: str) -> No
     assert run(made, other, metadata(other, [LONG]), old)[-1].block_table.tolist() == [[10, 12, 13, 16, 17]]
 
 
-def test_generated_tokens_that_are_computed_again_choose_as_they_did(selector: str) -> None:
+def test_generated_tokens_that_are_computed_again_choose_as_they_did() -> None:
     """After a preemption, in one step; also if the back end has not written the step's keys yet."""
-    made, kv = method(selector=selector), cache()
+    made, kv = method(), cache()
     row, first, last = list(range(10, 22)), 22, 44
     query = torch.randn((last, HEADS, HEAD), generator=torch.Generator().manual_seed(7))
     keys = kv[0].flatten(0, 1)[10 * SIZE : 10 * SIZE + last].clone()
@@ -217,7 +210,7 @@ def test_generated_tokens_that_are_computed_again_choose_as_they_did(selector: s
         chosen[computed] = [of.block_table[0, :5].tolist() for of in found[1:]]
     assert len({str(of) for of in chosen.values()}) > 5
     for computed in (0, 3, 13, 25, 30):
-        again, written = method(selector=selector), kv.clone()
+        again, written = method(), kv.clone()
         written[0].flatten(0, 1)[10 * SIZE + computed :] = torch.nan
         batch = step(("other", 6, 1, 2), ("a", computed, last - computed, first), admitted=["a"])
         dense = metadata(batch, [[30, 31], row])
@@ -317,22 +310,18 @@ def test_messages_bear_the_name_that_the_operator_wrote() -> None:
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=SIZE))
     with pytest.raises(ConfigError, match="GSAOnDevice has no option 'budget'"):
         GSAOnDevice(config, Role.WORKER, {"budget": 1})
-    with pytest.raises(ConfigError, match="Input should be 'bounds' or 'codes'") as caught:
-        GSAOnDevice(config, Role.WORKER, {"selector": "hash"})
+    with pytest.raises(ConfigError, match="Input should be 'codes'") as caught:
+        GSAOnDevice(config, Role.WORKER, {"selector": "bounds"})
     assert (caught.value.where, caught.value.fix) == (
-        "ucm_sparse_config.GSAOnDevice.selector: 'hash'",
-        "selector: `bounds` or `codes`",
+        "ucm_sparse_config.GSAOnDevice.selector: 'bounds'",
+        "selector: `codes`, the only one; leave it out",
     )
-    with pytest.raises(ConfigError, match="Input should be") as caught:
-        GSAOnDevice(config, Role.WORKER, {"selector": "code"})
-    assert caught.value.fix == "did you mean 'codes'? selector: `bounds` or `codes`"
     assert GSAOnDevice(config, Role.WORKER, OPTIONS).summary().startswith("GSAOnDevice restricted 0 decodes")
 
 
 def test_gsa_on_device_is_block_top_k() -> None:
     assert GSAOnDevice.identity({}) == BlockTopK.identity({"selector": "codes"})
-    assert GSAOnDevice.identity({"selector": "bounds"}) == BlockTopK.identity({"selector": "bounds"})
-    assert GSAOnDevice.identity({}) != GSAOnDevice.identity({"selector": "bounds"})
+    assert GSAOnDevice.identity({}) != GSAOnDevice.identity({"token_budget": 64})
 
 
 def test_what_cannot_be_served_is_no_failure_but_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,16 +404,16 @@ def test_the_last_layers_may_be_dense_too() -> None:
     only_the_middle_layer_is_restricted(made)
 
 
-def test_representatives_are_allocated_before_the_first_step(selector: str) -> None:
+def test_representatives_are_allocated_before_the_first_step() -> None:
     """As many bytes as were taken from the KV cache for them; no step allocates further ones."""
-    made = method(selector=selector)
+    made = method()
     view_of(made).bound = cache()
     for layer in LAYERS:
         made.layer_seen(layer)
     made.layers_seen()
     spec = SimpleNamespace(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
     windowed = SimpleNamespace(**vars(spec), sliding_window=64)
-    asked = method(selector=selector).bytes_beside_block({**dict.fromkeys(LAYERS, spec), "other": windowed})
+    asked = method().bytes_beside_block({**dict.fromkeys(LAYERS, spec), "other": windowed})
     held = dict(made._representatives)
     assert list(held) == LAYERS[1:]
     assert sum(of.nbytes for of in held.values()) == asked * BLOCKS > 0
@@ -607,15 +596,15 @@ def test_a_request_is_dense_if_it_asks_for_it() -> None:
     assert run(made, new, metadata(new, TABLES[:1]), kv)[-1].seq_lens.tolist() == [19]
 
 
-def test_each_row_reads_its_own_request_s_budget(selector: str) -> None:
+def test_each_row_reads_its_own_request_s_budget() -> None:
     """The same as alone in an engine with that budget."""
     kv, query = cache(), torch.randn((3, HEADS, HEAD), generator=torch.Generator().manual_seed(3))
     batch = step(("a", 30, 1, 8), ("b", 28, 1, 8), ("c", 30, 1, 8), a={"token_budget": 27}, b='{"token_budget": 16}')
-    found = run(method(selector=selector), batch, metadata(batch, TABLES), kv, query)[-1]
+    found = run(method(), batch, metadata(batch, TABLES), kv, query)[-1]
     assert found.seq_lens.tolist() == [23, 13, 19]
     for row, (budget, blocks) in enumerate(((27, 6), (16, 4), (20, 5))):
         one = step((batch.request_ids[row], int(batch.num_computed_tokens[row]), 1, 8))
-        made = method(selector=selector, token_budget=budget)
+        made = method(token_budget=budget)
         alone = run(made, one, metadata(one, [TABLES[row]]), kv, query[row : row + 1])[-1]
         assert alone.block_table.shape == (1, blocks)
         assert found.block_table[row, :blocks].tolist() == alone.block_table[0].tolist()
@@ -655,7 +644,7 @@ def test_a_request_has_a_share_of_its_own() -> None:
 
 def test_top_p_reads_what_the_keys_need() -> None:
     """One block of four holds nearly all that is to choose from; what is left out is counted."""
-    options = {"selector": "codes", "top_p": 0.9, "token_budget": 24}
+    options = {"top_p": 0.9, "token_budget": 24}
     made, batch, kv = method(**options), step(("a", 30, 1, 8)), cache() * 0.01
     kv[0, 13] = kv[0, 23] = 30.0
     found = run(made, batch, metadata(batch, [LONG]), kv)[-1]
@@ -665,15 +654,6 @@ def test_top_p_reads_what_the_keys_need() -> None:
     assert "8 of 16 blocks read" in made.summary()
     asked = step(("a", 30, 1, 8), ("b", 30, 1, 8), b={"top_p": 1.0})
     assert run(method(**options), asked, metadata(asked, TABLES[:2]), kv)[-1].seq_lens.tolist() == [15, 23]
-
-
-def test_bounds_have_no_top_p() -> None:
-    with pytest.raises(ConfigError, match="bounds do not estimate") as caught:
-        method(selector="bounds", top_p=0.9)
-    assert caught.value.where == "ucm_sparse_config.BlockTopK.top_p"
-    made, batch = method(selector="bounds"), step(("a", 30, 1, 8), a={"top_p": 0.9})
-    assert run(made, batch, metadata(batch, [LONG]), cache())[-1].seq_lens.tolist() == [31]
-    assert made.counts["requests_refused"] == 1
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 1.5])
@@ -696,7 +676,7 @@ def test_top_p_reads_about_what_an_oracle_needs(spread: float) -> None:
     for _ in range(draws):
         keys = torch.randn((2, count, size, heads, head), generator=source) * spread
         query = 2 * torch.randn((1, heads, head), generator=source)
-        made = BlockTopK(config, Role.WORKER, {**options, "selector": "codes", "top_p": 0.9})
+        made = BlockTopK(config, Role.WORKER, {**options, "top_p": 0.9})
         made.attention = FakeView()
         made.worker_started()
         found = run(made, batch, metadata(batch, [list(range(count))]), keys, query)[-1]

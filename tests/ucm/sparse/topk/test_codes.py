@@ -30,6 +30,20 @@ def codes_of(cache: torch.Tensor) -> KeyCodes:
     return found
 
 
+def test_blocks_that_are_appended_are_scored_as_if_they_had_been_there() -> None:
+    """In portions, so that room is made several times."""
+    cache = keys()
+    found, begin = KeyCodes(1, cache[:1]), 0
+    for count in (1, 3, 1, 12, 7):
+        found.append(cache[begin : begin + count])
+        begin += count
+        query = torch.randn((1, 6, 64), generator=torch.Generator().manual_seed(begin))
+        ids = torch.arange(begin)[None]
+        assert found.size == begin <= found.num_blocks
+        assert torch.equal(found.shares(query, ids, None), codes_of(cache[:begin]).shares(query, ids, None))
+    assert found.size == BLOCKS
+
+
 def true_scores(query: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     grouped = query.unflatten(1, (KV_HEADS, -1)).double()
     products = torch.einsum("rkgd,rbskd->krgbs", grouped, cache[ids].double()) * query.shape[-1] ** -0.5

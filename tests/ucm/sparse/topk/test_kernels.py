@@ -18,7 +18,6 @@ from triton.compiler import ASTSource
 
 from ucm.sparse.topk import kernels
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import KeyBounds, Representatives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +33,6 @@ POINTERS = {
     "shares": "i64",
     "done": "i32",
     "table": "i32",
-    "bounds": "bf16",
     "codes": "i64",
     "scales": "bf16",
     "means": "bf16",
@@ -78,27 +76,21 @@ def _compiling(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(backends, "cpu", raising=False)  # of the tests of the V2 runner; it compiles nothing
 
 
-def made(kind: type[Representatives], size: int, head: int) -> Representatives:
-    return kind(4, torch.zeros((1, size, 2, head)))
+def made(size: int, head: int) -> KeyCodes:
+    return KeyCodes(4, torch.zeros((1, size, 2, head)))
 
 
 @pytest.mark.parametrize("gpu", list(TARGETS))
-@pytest.mark.parametrize(
-    ("kind", "size", "head"),
-    [(KeyBounds, 16, 80), (KeyBounds, 128, 256), (KeyCodes, 16, 128), (KeyCodes, 32, 192), (KeyCodes, 128, 256)],
-)
-def test_scores(kind: type[Representatives], size: int, head: int, gpu: str) -> None:
-    kernel = made(kind, size, head).scoring_kernel(8)
+@pytest.mark.parametrize(("size", "head"), [(16, 80), (16, 128), (32, 192), (128, 256)])
+def test_scores(size: int, head: int, gpu: str) -> None:
+    kernel = made(size, head).scoring_kernel(8)
     assert compiled(kernel.function, gpu, kernel.constants)
 
 
 @pytest.mark.parametrize("gpu", list(TARGETS))
-@pytest.mark.parametrize(
-    ("kind", "size", "head"),
-    [(KeyBounds, 16, 80), (KeyCodes, 16, 128), (KeyCodes, 128, 256)],
-)
-def test_summaries(kind: type[Representatives], size: int, head: int, gpu: str) -> None:
-    kernel = made(kind, size, head).making_kernel()
+@pytest.mark.parametrize(("size", "head"), [(16, 80), (16, 128), (128, 256)])
+def test_summaries(size: int, head: int, gpu: str) -> None:
+    kernel = made(size, head).making_kernel()
     assert compiled(kernel.function, gpu, kernel.constants)
 
 

@@ -25,7 +25,6 @@ from tests.ucm.sparse.steps import step
 from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, LAYERS, LONG, cache, method, run, view_of
 from ucm.sparse.topk import kernels
 from ucm.sparse.topk.codes import KeyCodes, turn
-from ucm.sparse.topk.representatives import KeyBounds, Representatives
 from ucm.sparse.topk.selection import (
     BlockBudget,
     DeviceBuffers,
@@ -39,8 +38,6 @@ from ucm.sparse.topk.selection import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-KINDS: dict[str, type[Representatives]] = {"bounds": KeyBounds, "codes": KeyCodes}
 
 
 class Case:
@@ -77,8 +74,8 @@ class Case:
         self.query = torch.randn((tokens, self.heads + 3, head), generator=source).to(dtype)[:, : self.heads]
         self.buffers = DeviceBuffers(torch.device("cpu"))
 
-    def made(self, selector: str, heads: slice = slice(None)) -> Representatives:
-        made = KINDS[selector](self.num_blocks, self.keys[:1, :, heads])
+    def made(self, heads: slice = slice(None)) -> KeyCodes:
+        made = KeyCodes(self.num_blocks, self.keys[:1, :, heads])
         made.put(torch.arange(self.num_blocks), self.keys[:, :, heads])
         return made
 
@@ -103,11 +100,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("selector", list(KINDS))
 @pytest.mark.parametrize("given", CASES, ids=str)
-def test_kernels_choose_what_torch_chooses(selector: str, given: Any) -> None:
+def test_kernels_choose_what_torch_chooses(given: Any) -> None:
     case = Case(*given)
-    made = case.made(selector)
+    made = case.made()
     chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0]
     wanted = RestrictedTables(case.plan, case.table).select(made, case.query, alone)[0]
     assert case.rows_of(chosen) == case.rows_of(wanted)
@@ -131,18 +127,9 @@ def laid_out(keys: torch.Tensor, layout: str) -> torch.Tensor:
     ids=str,
 )
 def test_kernels_make_what_torch_makes(given: Any, layout: str) -> None:
-    """Bounds exactly, also of keys that are no numbers; of codes nearly all bits, because sums have another order."""
+    """Nearly all bits of codes, because sums have another order."""
     case = Case(*given)
-    case.keys[2, -2, 0, 3] = float("nan")
     ids = torch.tensor([9, 2, case.num_blocks - 1, 4, 0])  # others are left as they are
-    keys = laid_out(case.keys, layout)
-    bounds, wanted = KeyBounds(case.num_blocks, keys[:1]), KeyBounds(case.num_blocks, keys[:1])
-    bounds._bounds.fill_(5.0)
-    wanted._bounds.fill_(5.0)
-    bounds.update_in_place(ids, keys)
-    wanted.put(ids, case.keys[ids])
-    assert torch.equal(bounds._bounds.nan_to_num(99.0), wanted._bounds.nan_to_num(99.0))
-    assert bounds._bounds.isnan().any()
     case.keys[2] = 1.0  # all keys of a block alike: nothing is beyond their mean
     keys = laid_out(case.keys, layout)
     codes, other = KeyCodes(case.num_blocks, keys[:1]), KeyCodes(case.num_blocks, keys[:1])
@@ -157,13 +144,12 @@ def test_kernels_make_what_torch_makes(given: Any, layout: str) -> None:
     torch.testing.assert_close(codes._scales, other._scales, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("selector", list(KINDS))
-def test_with_keys_that_are_no_numbers_a_request_reads_its_own_blocks(selector: str) -> None:
+def test_with_keys_that_are_no_numbers_a_request_reads_its_own_blocks() -> None:
     """With one head, whose shares are then all NaN; the buffers hold what an earlier step left."""
     case = Case(3, 16, 1, 64)
     case.keys[:, 0, 0, 0] = float("nan")
     case.buffers.take("table", (len(case.plan.seq_lens), case.table.shape[1]), torch.int32).fill_(10_000)
-    made, query = case.made(selector, slice(1)), case.query[:, :1]
+    made, query = case.made(slice(1)), case.query[:, :1]
     chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, query, alone)[0]
     wanted = RestrictedTables(case.plan, case.table).select(made, query, alone)[0]
     assert case.rows_of(chosen) == case.rows_of(wanted)
@@ -180,7 +166,7 @@ def test_from_the_same_shares_exactly_the_same_is_chosen(seed: int) -> None:
     drawn = torch.randint(0, 4, (len(counts), int(counts.max())), generator=source)
     drawn *= torch.tensor([1, 2**41])[seed % 2]
     ragged = torch.cat([row[:count] for row, count in zip(drawn, counts.tolist(), strict=True)])
-    chosen = tables.select(case.made("bounds"), case.query, lambda _: ragged)[0]
+    chosen = tables.select(case.made(), case.query, lambda _: ragged)[0]
     assert case.rows_of(chosen) == case.rows_of(torch_tables.choose(drawn)[0])
 
 
@@ -191,15 +177,14 @@ def test_more_candidates_than_a_program_looks_at_once() -> None:
     assert plan is not None
     source = torch.Generator().manual_seed(0)
     keys = torch.randn((blocks, 4, 1, 16), generator=source)
-    made = KeyBounds(blocks, keys[:1])
+    made = KeyCodes(blocks, keys[:1])
     made.put(torch.arange(blocks), keys)
     table, query = torch.randperm(blocks, generator=source).int()[None], torch.randn((1, 2, 16), generator=source)
     chosen = StepOnDevice(plan, table, DeviceBuffers(torch.device("cpu"))).select(made, query, alone)[0]
     assert chosen.tolist() == RestrictedTables(plan, table).select(made, query, alone)[0].tolist()
 
 
-@pytest.mark.parametrize("selector", list(KINDS))
-def test_the_sum_over_ranks_is_what_one_rank_finds(selector: str) -> None:
+def test_the_sum_over_ranks_is_what_one_rank_finds() -> None:
     """The heads of each rank add the shares that they add on one rank, to the last bit."""
     case = Case(5, 16, 2, 64)
     found: list[torch.Tensor] = []
@@ -210,7 +195,7 @@ def test_the_sum_over_ranks_is_what_one_rank_finds(selector: str) -> None:
 
     for heads, made in ((slice(0, 4), slice(None)), (slice(0, 2), slice(0, 1)), (slice(2, 4), slice(1, 2))):
         tables = StepOnDevice(case.plan, case.table, DeviceBuffers(torch.device("cpu")))
-        tables.select(case.made(selector, made), case.query[:, heads], keep)
+        tables.select(case.made(made), case.query[:, heads], keep)
     whole, first, second = found
     assert torch.equal(whole, first + second)
     assert whole.any()
@@ -218,10 +203,10 @@ def test_the_sum_over_ranks_is_what_one_rank_finds(selector: str) -> None:
 
 def test_buffers_are_used_again_and_clean() -> None:
     case, other = Case(0, 16, 1, 64), Case(7, 16, 1, 64)
-    made, found = case.made("bounds"), []
+    made, found = case.made(), []
     for _ in range(2):  # the second layer finds what the first one left
         found.append(StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0].clone())
-        StepOnDevice(other.plan, other.table, case.buffers).select(other.made("bounds"), other.query, alone)
+        StepOnDevice(other.plan, other.table, case.buffers).select(other.made(), other.query, alone)
     assert case.rows_of(found[0]) == case.rows_of(found[1])
     for name in ("shares", "done"):
         assert not case.buffers._kept[name].any()
@@ -298,7 +283,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Launches]:
 
         return Grid()
 
-    for name in ("make_bounds", "make_codes", "score_bounds", "score_codes", "choose"):
+    for name in ("make_codes", "score_codes", "choose"):
         monkeypatch.setattr(kernels, name, counted(getattr(kernels, name), name))
 
     def fresh() -> Launches:
@@ -308,14 +293,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Launches]:
     return fresh
 
 
-@pytest.mark.parametrize("selector", list(KINDS))
 @pytest.mark.parametrize("requests", [1, 5])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_restricted_layer_has_at_most_four_launches(
-    launches: Callable[[], Launches], selector: str, requests: int, ranks: int
+    launches: Callable[[], Launches], requests: int, ranks: int
 ) -> None:
     """Score, choose, vLLM's attention, and the all-reduce if there are several ranks; for any number of requests."""
-    made, kv = method(selector=selector), cache()
+    made, kv = method(), cache()
     if ranks > 1:
         made.attention = TwoRanks()
     tables = [*([LONG] * requests), [30], [31, 32, 33]]
@@ -331,23 +315,22 @@ def test_a_restricted_layer_has_at_most_four_launches(
     with counter:
         _, _, _, restricted = made.attention_begin(LAYERS[2], query, query, query, kv, dense)
         made.attention_finished(LAYERS[2], query, kv, restricted, query)
-    assert counter.found == {f"score_{selector}": 1, "choose": 1, **({"mul_": 1} if ranks > 1 else {})}
+    assert counter.found == {"score_codes": 1, "choose": 1, **({"mul_": 1} if ranks > 1 else {})}
     assert counter.found.total() + 1 <= 4  # and vLLM's attention
     assert restricted is not dense
     assert restricted.block_table[:requests, 0].tolist() == [10] * requests
 
 
-@pytest.mark.parametrize("selector", list(KINDS))
 @pytest.mark.parametrize("requests", [1, 5])
 def test_a_first_sparse_step_has_at_most_four_launches_per_layer(
-    launches: Callable[[], Launches], selector: str, requests: int
+    launches: Callable[[], Launches], requests: int
 ) -> None:
     """A layer makes the summaries of all blocks of all requests in one launch, also in the engine's first such step.
 
     The step has a constant more, whatever the number of layers and requests: the buffers, the plan, and which blocks.
     Following steps have one launch less per layer, unless they complete blocks or get candidates.
     """
-    made, kv = method(selector=selector), cache()
+    made, kv = method(), cache()
     view_of(made).in_place = True
     turn(HEAD, torch.device("cpu"))  # computed on the host, once in a process
     tables = [LONG] * requests
@@ -370,22 +353,21 @@ def test_a_first_sparse_step_has_at_most_four_launches_per_layer(
         assert first >= second
         return second
 
-    chosen = {f"score_{selector}": 1, "choose": 1}
+    chosen = {"score_codes": 1, "choose": 1}
     assert run(made, step(("0", 17, 2, 8)), metadata(step(("0", 17, 2, 8)), [LONG]), kv)  # fits: nothing is made
     assert not made.counts
-    assert total(27) == {f"make_{selector}": 1, **chosen}  # which also completes a block: its summary waits
-    assert total(28) == {f"make_{selector}": 1, **chosen}  # another block becomes a candidate
-    assert total(29) == {f"make_{selector}": 1, **chosen}
+    assert total(27) == {"make_codes": 1, **chosen}  # which also completes a block: its summary waits
+    assert total(28) == {"make_codes": 1, **chosen}  # another block becomes a candidate
+    assert total(29) == {"make_codes": 1, **chosen}
     assert total(30) == chosen
     assert not made.counts["failures"]
 
 
-@pytest.mark.parametrize("selector", list(KINDS))
-def test_a_method_reads_the_same_with_summaries_by_kernels_and_by_torch(selector: str) -> None:
+def test_a_method_reads_the_same_with_summaries_by_kernels_and_by_torch() -> None:
     """A prompt in chunks, then decodes over the ends of blocks; the keys differ clearly."""
     found = []
     for in_place in (False, True):
-        made, kv = method(selector=selector), cache(3)
+        made, kv = method(), cache(3)
         view_of(made).in_place = in_place
         read = []
         for computed, new in ((0, 14), (14, 10), (24, 2), *((26 + n, 1) for n in range(6))):
@@ -402,7 +384,7 @@ def test_a_method_reads_the_same_with_summaries_by_kernels_and_by_torch(selector
 def test_the_counter_counts_what_torch_would_launch(launches: Callable[[], Launches]) -> None:
     """With torch alone, a layer has more launches than that."""
     case = Case(0, 16, 4, 64)
-    tables, made, counter = RestrictedTables(case.plan, case.table), case.made("bounds"), launches()
+    tables, made, counter = RestrictedTables(case.plan, case.table), case.made(), launches()
     with counter:
         tables.select(made, case.query, alone)[0]
     assert counter.found.total() >= 15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.store.base import BlockKey
+    from ucm.testing.clock import SimulatedClock
 
 BLOCK = 16
 #: Two layers of 4096 bytes per piece.
@@ -83,22 +83,33 @@ class Counted:
 class Scene:
     """One engine."""
 
-    def __init__(self, directory: Path, ranks: int = 1, seconds: float = 60.0, **settings: Any) -> None:
+    def __init__(
+        self, clock: SimulatedClock, directory: Path, ranks: int = 1, seconds: float = 60.0, **settings: Any
+    ) -> None:
+        self.clock = clock
         self.settings = BlendSettings(**{"min_tokens": 32, **settings})
         self.counted = Counted()
-        self.slab = Slab(1 << 24, ranks)
-        self.stager = ChunkStager(self.slab, seconds)
-        self.scheduler = BlendScheduler(self.settings, BLOCK, self.slab, self.stager, self.counted)
+        self.slab = Slab(1 << 24, ranks, clock=clock)
+        self.stager = ChunkStager(self.slab, seconds, clock=clock)
+        self.excluded: list[Request] = []
+        self.scheduler = BlendScheduler(
+            self.settings,
+            BLOCK,
+            self.slab,
+            self.stager,
+            self.counted,
+            may_save=lambda request: request not in self.excluded,
+        )
         directory.mkdir(exist_ok=True)
         config = StoreConfig(directories=(str(directory),))
-        self.stores = [open_store(config, f"test/chunks/{rank}", GEOMETRY) for rank in range(ranks)]
+        self.stores = [open_store(config, f"test/chunks/{rank}", GEOMETRY, clock=clock) for rank in range(ranks)]
         self.scheduler.prepare(ranks, lambda _: self.stores)
-        self.readers = [SlabReader() for _ in range(ranks)]
+        self.readers = [SlabReader(clock=clock) for _ in range(ranks)]
 
     def answer(self, rank: int = 0, *, refused: bool = False) -> None:
         """A rank reports its piece geometry."""
         record = {"sizes": list(GEOMETRY.slice_sizes), "fingerprint": GEOMETRY.fingerprint.hex(), REFUSED: refused}
-        writer = SlabReader()
+        writer = SlabReader(clock=self.clock)
         assert writer.attach(self.slab.address, rank, record)
         writer.close()
 
@@ -117,11 +128,15 @@ class Scene:
 
     def matched(self, request: Request, computed: int = 0, exact: int = 0) -> int:
         """Return the final answer to vLLM, which asks again until there is one."""
-        until = time.monotonic() + 120
-        while (found := self.scheduler.matched(request, computed, exact)) is None:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        return found
+        found: list[int] = []
+
+        def answered() -> bool:
+            answer = self.scheduler.matched(request, computed, exact)
+            found.extend([] if answer is None else [answer])
+            return bool(found)
+
+        self.clock.run_until(answered)
+        return found[0]
 
     def admit(self, request: Request, computed: int, tokens: int, block_ids: list[int]) -> bool:
         """Allocate blocks to a request, like vLLM."""

@@ -166,3 +166,28 @@ def test_a_pass_ends_where_it_reaches_a_layer(layer: int) -> None:
     model(hidden)  # the layer is as it was before
     assert len(found) == 2
     assert model.layers[1].attn.ran == 1
+
+
+@pytest.mark.parametrize("asking", [0, 2])
+def test_the_attention_of_a_row_is_that_of_a_model_which_sees_the_whole_prompt(asking: int) -> None:
+    """As a mean over layers, heads and the tokens that count; two heads of queries share one of keys."""
+    caches, model = made(SHAPES[2], FlashAttentionImpl())
+    source = torch.Generator().manual_seed(0)
+    blocks, reach, row = caches.blocks([5, 2, 4]), 7, 4
+    keys, queries = torch.randn((2, reach + row, HEADS, HEAD), generator=source), torch.empty(0)
+    wanted = torch.zeros(reach + row)
+    with caches.attention(blocks, reach, asking) as paid:
+        assert paid.isnan().all()
+        for layer in range(2):
+            positions = torch.arange(reach)
+            caches.put(layer, caches.slots(blocks, positions), keys[layer, :reach], keys[layer, :reach])
+            queries = torch.randn((row, 2 * HEADS, HEAD), generator=source)
+            own = keys[layer, reach:].flatten(1)
+            model.layers[layer].attn(queries.flatten(1), own, value=own)
+            for token in range(asking, row):
+                for head in range(2 * HEADS):
+                    scores = keys[layer, : reach + token + 1, head // 2] @ queries[token, head] / HEAD**0.5
+                    wanted[: reach + token + 1] += scores.softmax(0) / (2 * 2 * HEADS * (row - asking))
+    torch.testing.assert_close(paid, wanted[:reach])
+    model.layers[0].attn(queries.flatten(1), queries.flatten(1), queries.flatten(1))
+    torch.testing.assert_close(paid, wanted[:reach])  # the layers are as they were before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
 from ucm.blend import PIECE, Chunk
-from ucm.integration.vllm.blend.scheduler import BlendPlan
+from ucm.integration.vllm.blend.scheduler import ANSWERS_SECONDS, BlendPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.blend.staging import ChunkLookup
     from ucm.store.base import BlockGeometry, BlockKey, KVStore
+    from ucm.testing.clock import SimulatedClock
 
 A, B, C, QUESTION = tokens(1, 70), tokens(2, 40), tokens(3, 50), tokens(9, 10)
 PROMPT = [*B, *A, *C, *QUESTION]
@@ -25,8 +25,8 @@ MARKS = [[0, 40], [40, 110], [110, 160]]
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    with Scene(tmp_path) as made:
+def scene(clock: SimulatedClock, tmp_path: Path) -> Iterator[Scene]:
+    with Scene(clock, tmp_path) as made:
         made.answer()
         yield made
 
@@ -91,9 +91,9 @@ def test_stores_that_cannot_be_opened_keep_no_request_waiting(scene: Scene) -> N
     assert set(scene.counted.outcomes) == {"no store"}
 
 
-def test_a_store_that_does_not_answer_is_opened_beside_the_scheduler(tmp_path: Path) -> None:
-    answers = threading.Event()
-    with Scene(tmp_path) as scene:
+def test_a_store_that_does_not_answer_is_opened_beside_the_scheduler(clock: SimulatedClock, tmp_path: Path) -> None:
+    answers = clock.event()
+    with Scene(clock, tmp_path) as scene:
         scene.answer()
 
         def late(geometries: Sequence[BlockGeometry]) -> Sequence[KVStore]:
@@ -103,8 +103,10 @@ def test_a_store_that_does_not_answer_is_opened_beside_the_scheduler(tmp_path: P
 
         scene.scheduler.prepare(1, late)
         assert scene.scheduler.matched(request(), 0, 0) is None
-        scene.scheduler._ready_by = 0.0
-        assert scene.matched(request()) == 0
+        clock.advance(scene.stager.seconds - 1)
+        assert scene.scheduler.matched(request(), 0, 0) is None
+        clock.advance(1)
+        assert scene.scheduler.matched(request(), 0, 0) == 0
         answers.set()
 
 
@@ -166,8 +168,8 @@ def test_a_damaged_chunk_is_a_gap(scene: Scene, tmp_path: Path) -> None:
     assert blended(scene, request()).chunks == [Chunk(40, 110), Chunk(110, 160)]
 
 
-def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(tmp_path: Path) -> None:
-    with Scene(tmp_path, ranks=2) as scene:
+def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(clock: SimulatedClock, tmp_path: Path) -> None:
+    with Scene(clock, tmp_path, ranks=2) as scene:
         scene.answer(0)
         scene.answer(1)
         scene.put(A, ranks=(0, 1))
@@ -178,8 +180,8 @@ def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(tmp_path: Path) -> None:
         assert scene.stager.shares == (0, 8192)
 
 
-def test_nothing_is_blended_before_all_workers_have_answered(tmp_path: Path) -> None:
-    with Scene(tmp_path, ranks=2) as scene:
+def test_nothing_is_blended_before_all_workers_have_answered(clock: SimulatedClock, tmp_path: Path) -> None:
+    with Scene(clock, tmp_path, ranks=2) as scene:
         one = request()
         assert scene.scheduler.matched(one, 0, 0) is None
         assert scene.idle().slab == scene.slab.address
@@ -190,11 +192,13 @@ def test_nothing_is_blended_before_all_workers_have_answered(tmp_path: Path) -> 
         assert scene.idle().slab is None
 
 
-def test_workers_on_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucm.integration.vllm.blend.scheduler.ANSWERS_SECONDS", 0.0)
-    with Scene(tmp_path) as scene:
+def test_workers_on_other_hosts(clock: SimulatedClock, tmp_path: Path) -> None:
+    with Scene(clock, tmp_path) as scene:
         scene.idle()
-        assert scene.matched(request()) == 0
+        clock.advance(ANSWERS_SECONDS)
+        assert scene.scheduler.matched(request(), 0, 0) is None
+        clock.advance(0.001)
+        assert scene.scheduler.matched(request(), 0, 0) == 0
         assert scene.idle().slab is None
 
 
@@ -341,11 +345,33 @@ def test_what_vllm_had_itself_is_saved_too(scene: Scene) -> None:
     assert scene.step((one, list(range(7)), 96, 14)).saves
 
 
+def test_what_vllm_may_have_found_under_another_contents_name_is_not_saved(scene: Scene) -> None:
+    """For instance behind prompt embeddings, in a release whose block hashes leave them out."""
+    one = Request("r", [*A, *B], [[0, 70]])
+    scene.excluded.append(one)
+    scene.matched(one, 96)
+    assert not scene.step((one, list(range(7)), 96, 14)).saves
+
+
 def test_a_chunk_behind_others_is_not_saved(scene: Scene) -> None:
     """Its KV depends on them."""
     one = Request("r", [*A, *B], [[70, 110]])
     scene.matched(one)
     assert not scene.step((one, list(range(7)), 0, 110)).saves
+
+
+def test_a_question_goes_to_the_workers_as_far_as_the_step_computes_it(clock: SimulatedClock, tmp_path: Path) -> None:
+    with Scene(clock, tmp_path, select="question") as scene:
+        scene.answer()
+        put_all(scene)
+        for name, number in (("whole", 10), ("part", 4)):
+            one, ids = request(name), list(range(12))
+            assert scene.admit(one, 0, scene.matched(one), ids)
+            (blend,) = scene.step((one, ids, 160, number)).blends
+            assert (blend.end, blend.token_ids, blend.question) == (160, PROMPT[:160], QUESTION[:number])
+            # The workers write its KV before the step's forward writes it again.
+            assert blend.block_ids == ids[:11]
+            assert scene.scheduler.written(BlendPlan([blend])) == set(ids[:11])
 
 
 def test_a_blended_request_saves_nothing(scene: Scene) -> None:
@@ -364,7 +390,7 @@ def test_a_blended_request_saves_nothing(scene: Scene) -> None:
     ("more", "outcome"),
     [
         ({"lora_request": object()}, "lora"),
-        ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"prompt_embeds": [[0.0]]}, "prompt_embeds"),
         ({"mm_features": [object()]}, "multimodal"),
         ({"pooling_params": object()}, "pooling"),
         ({"resumable": True}, "streaming"),
@@ -407,8 +433,8 @@ def test_marks_that_cannot_be_followed_are_ignored(scene: Scene) -> None:
     assert scene.counted.outcomes == ["marks"]
 
 
-def test_separators_in_place_of_marks(tmp_path: Path) -> None:
-    with Scene(tmp_path, chunk_end_token_ids=(5,)) as scene:
+def test_separators_in_place_of_marks(clock: SimulatedClock, tmp_path: Path) -> None:
+    with Scene(clock, tmp_path, chunk_end_token_ids=(5,)) as scene:
         scene.answer()
         scene.put([*A, 5])
         scene.put([*B, 5])
@@ -423,15 +449,16 @@ def test_after_a_start_anew_nothing_is_found(scene: Scene) -> None:
     assert scene.matched(request()) == 0
 
 
-def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, answers = threading.Event(), threading.Event()
-    with Scene(tmp_path) as scene:
+def test_a_store_that_does_not_answer_holds_nobody_up(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = clock.event()
+    with Scene(clock, tmp_path) as scene:
         scene.answer()
         put_all(scene)
         held, submit, lookups = scene.stores[0].lookup, scene.stager.submit, []
 
         def stuck(keys: Any) -> list[bool]:
-            entered.set()
             answers.wait()
             return held(keys)
 
@@ -442,10 +469,12 @@ def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatc
         monkeypatch.setattr(scene.stores[0], "lookup", stuck)
         monkeypatch.setattr(scene.stager, "submit", submitted)
         one = request()
-        while not lookups:  # the stores are opened in the background
-            assert scene.scheduler.matched(one, 0, 0) is None
-        assert entered.wait(60)
         assert scene.scheduler.matched(one, 0, 0) is None
-        lookups[0].deadline = 0.0
+        clock.run_until_idle()  # the stores are opened in the background
+        assert scene.scheduler.matched(one, 0, 0) is None
+        assert lookups
+        clock.advance(scene.stager.seconds - 1)
+        assert scene.scheduler.matched(one, 0, 0) is None
+        clock.advance(1)
         assert scene.scheduler.matched(one, 0, 0) == 0
         answers.set()

@@ -2,47 +2,46 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from tests.ucm.integration.vllm.blend.scene import Request, Scene, tokens
-from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
+from ucm.integration.vllm.blend.staging import ChunkLookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from ucm.store.base import BlockKey, BlockTransfer, KVStore, Task, TaskResult
+    from ucm.testing.clock import SimulatedClock
 
 
 class _Abandoned(ChunkLookup):
     """Its request ends right after a thread has checked that it had not."""
 
-    def __init__(self, stager: ChunkStager, pieces: list[list[BlockKey]]) -> None:
-        super().__init__(pieces, time.monotonic() + 60, [None for _ in pieces])
-        self.ending: list[threading.Thread] = []
-        self.stager = stager
+    def __init__(self, scene: Scene, pieces: list[list[BlockKey]]) -> None:
+        super().__init__(pieces, scene.clock.monotonic() + 60, [None for _ in pieces])
+        self.scene = scene
+        self.ends = False
 
     def __getattribute__(self, name: str) -> object:
         found = super().__getattribute__(name)
-        if name == "finished" and not found and not self.ending:
-            self.ending.append(threading.Thread(target=self.stager.release, args=(self,)))
-            self.ending[0].start()
-            self.ending[0].join(0.2)
+        if name == "finished" and not found and not self.ends:
+            self.ends = True
+            self.scene.clock.thread(lambda: self.scene.stager.release(self), "ends").start()
+            self.scene.clock.sleep(1.0)
         return found
 
 
-def test_a_request_that_ends_between_two_chunks_ends_no_thread(tmp_path: Path) -> None:
+def test_a_request_that_ends_between_two_chunks_ends_no_thread(clock: SimulatedClock, tmp_path: Path) -> None:
     """An error would end the thread; without threads, each request waits until its deadline."""
-    with Scene(tmp_path) as scene:
+    with Scene(clock, tmp_path) as scene:
         scene.answer()
         scene.idle()
         keys = scene.put(tokens(1, 70))
         assert scene.matched(Request("begins", tokens(2, 70), [[0, 70]])) == 0
-        lookup = _Abandoned(scene.stager, [keys])
+        lookup = _Abandoned(scene, [keys])
         scene.stager._run(lookup)
-        lookup.ending[0].join()
+        clock.run_until_idle()
         assert lookup.finished
         assert lookup.rows == []
 
@@ -51,14 +50,15 @@ class _Slow:
     """A store whose reads end only when a number of them have begun, like a medium of high latency.
 
     Args:
+        clock: Time and threads.
         store: The real one.
         reads: The number.
     """
 
-    def __init__(self, store: KVStore, reads: int) -> None:
+    def __init__(self, clock: SimulatedClock, store: KVStore, reads: int) -> None:
         self._store = store
         self._left = reads
-        self._all_begun = threading.Event()
+        self._all_begun = clock.event()
         self.late = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -81,25 +81,27 @@ def begun(scene: Scene) -> None:
     assert scene.matched(Request("begins", tokens(99, 70), [[0, 70]])) == 0
 
 
-def test_the_chunks_of_a_request_are_read_at_the_same_time(tmp_path: Path) -> None:
+def test_the_chunks_of_a_request_are_read_at_the_same_time(clock: SimulatedClock, tmp_path: Path) -> None:
     """In sequence, each would wait for the medium's latency again."""
     texts = [tokens(number, 70) for number in range(1, 5)]
     prompt = [token for text in texts for token in text] + tokens(9, 20)
-    with Scene(tmp_path) as scene:
+    with Scene(clock, tmp_path) as scene:
         begun(scene)
         for text in texts:
             scene.put(text)
-        slow = _Slow(scene.stores[0], len(texts))
+        slow = _Slow(clock, scene.stores[0], len(texts))
         scene.stager._stores = [slow]  # type: ignore[list-item]
         marks = [[70 * number, 70 * number + 70] for number in range(len(texts))]
         assert scene.matched(Request("r", prompt, marks)) == 272
         assert not slow.late
 
 
-def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_each_other(
+    clock: SimulatedClock, tmp_path: Path
+) -> None:
     """Each reads one of the two; a request that waited for the other's first would wait for ever."""
     one, other = tokens(1, 70), tokens(2, 70)
-    with Scene(tmp_path, seconds=20.0) as scene:
+    with Scene(clock, tmp_path, seconds=20.0) as scene:
         begun(scene)
         for text in (one, other):
             scene.put(text)
@@ -107,20 +109,20 @@ def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_eac
             scene.slab.clear()
             first = Request(f"first {number}", [*one, *other, 5], [[0, 70], [70, 140]])
             second = Request(f"second {number}", [*other, *one, 5], [[0, 70], [70, 140]])
-            since = time.monotonic()
+            since = clock.monotonic()
             for request in (first, second):
                 scene.scheduler.matched(request, 0, 0)
             assert [scene.matched(request) for request in (first, second)] == [128, 128]
-            assert time.monotonic() - since < 10
+            assert clock.monotonic() == since
             for request in (first, second):
                 scene.scheduler.finished(request)
 
 
-def test_a_missing_piece_of_one_chunk_leaves_the_others(tmp_path: Path) -> None:
+def test_a_missing_piece_of_one_chunk_leaves_the_others(clock: SimulatedClock, tmp_path: Path) -> None:
     """Even if it was evicted between the lookup and the read."""
     texts = [tokens(number, 70) for number in range(1, 5)]
     prompt = [token for text in texts for token in text] + tokens(9, 20)
-    with Scene(tmp_path) as scene:
+    with Scene(clock, tmp_path) as scene:
         begun(scene)
         keys = [scene.put(text) for text in texts]
         (store,) = scene.stores
@@ -133,7 +135,7 @@ def test_a_missing_piece_of_one_chunk_leaves_the_others(tmp_path: Path) -> None:
                     file.unlink()
                 return super().load(blocks)
 
-        scene.stager._stores = [Evicting(store, 1)]  # type: ignore[list-item]
+        scene.stager._stores = [Evicting(clock, store, 1)]  # type: ignore[list-item]
         one = Request("r", prompt, [[70 * number, 70 * number + 70] for number in range(len(texts))])
         assert scene.matched(one) == 272
         assert scene.admit(one, 0, 272, list(range(20)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +16,10 @@ from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ucm.testing.clock import SimulatedClock
+
+pytest_plugins = ("tests.simulated",)
 
 REQUESTS = 60
 
@@ -38,15 +41,15 @@ def a_prompt(chance: random.Random, texts: list[list[int]]) -> tuple[list[int], 
     ids=["deviation", "edges"],
 )
 def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
-    tmp_path: Path, blend: dict[str, Any], *, asynchronous: bool
+    clock: SimulatedClock, tmp_path: Path, blend: dict[str, Any], *, asynchronous: bool
 ) -> None:
     """Prompts in chunks of a few tokens, preempted and aborted, with plain requests between them."""
     chance = random.Random(5)  # noqa: S311 - no secrets
     setting = Setting(asynchronous=asynchronous, blocks=70, budget=24, aborts=0.04, loads="within", batches=2)
-    engine = BlendEngine(setting, tmp_path, chance, **blend)
+    engine = BlendEngine(setting, tmp_path, chance, clock, **blend)
     texts = [[chance.randrange(1, 6) for _ in range(length)] for length in (12, 17, 20, 33)]
     stored: set[int] = set()
-    until = time.monotonic() + PATIENCE
+    until = clock.monotonic() + PATIENCE
     while len(stored) < len(texts):  # what is computed before the weights are identified is not stored
         for number, text in enumerate(texts):
             engine.store(text)
@@ -55,8 +58,8 @@ def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
             engine.submit([*own, *text, 1], 1, {"ucm_chunks": [[5, 5 + len(text)]]})
             engine.drain()
             stored |= {number} if engine.happened["blends"] > before else set()
-        time.sleep(IDLE)
-        assert time.monotonic() < until
+        clock.sleep(IDLE)
+        assert clock.monotonic() < until
     left = REQUESTS
     while left:
         while left and chance.random() < 0.4:

@@ -56,8 +56,8 @@ class Caches:
         del layer, blocks
         return [torch.zeros(len(positions), 1, 1) for _ in range(2)]
 
-    def context(self, rows: Any, attn_metadata: Any) -> AbstractContextManager[None]:
-        del rows, attn_metadata
+    def context(self, rows: Any, attn_metadata: Any, *, by_modules: bool = False) -> AbstractContextManager[None]:
+        del rows, attn_metadata, by_modules
         return nullcontext()
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
@@ -155,6 +155,9 @@ class Deep(Caches):
         self.prompt = list(prompt)
         #: Of each pass: the positions whose attention each layer computed.
         self.attended: list[list[list[int]]] = []
+        #: The attention that a question pays to each token, and the first of its tokens that counts, in each pass.
+        self.paid = torch.zeros(len(prompt))
+        self.asking: list[int] = []
         self._last = LAYERS
         self._found: list[Tensor] = []
 
@@ -179,6 +182,12 @@ class Deep(Caches):
         del blocks
         found = self.kv[layer, positions].view(-1, 1, 1)
         return found, found
+
+    @contextmanager
+    def attention(self, blocks: Tensor, reach: int, asking: int) -> Iterator[Tensor]:
+        del blocks
+        self.asking.append(asking)
+        yield self.paid[:reach]
 
     @contextmanager
     def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
@@ -213,15 +222,25 @@ class Unreachable(Deep):
     """A model that does not call its layers as modules."""
 
     @contextmanager
+    def attention(self, blocks: Tensor, reach: int, asking: int) -> Iterator[Tensor]:
+        del blocks, asking
+        yield torch.full((reach,), torch.nan)
+
+    @contextmanager
     def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
         del layer
         yield []
 
 
 def chosen_of(
-    caches: Deep, chunks: Sequence[Chunk], monkeypatch: pytest.MonkeyPatch, most_tokens: int = 1000, **settings: Any
+    caches: Deep,
+    chunks: Sequence[Chunk],
+    monkeypatch: pytest.MonkeyPatch,
+    most_tokens: int = 1000,
+    asked: int = 1,
+    **settings: Any,
 ) -> Counted:
-    """Fill all but the last token of a prompt by `deviation`; return the counters."""
+    """Fill all but the last ``asked`` tokens of a prompt, by default by `deviation`; return the counters."""
 
     def copied(_: Any, chunk: Chunk, *__: Any) -> Tensor:
         kv = torch.zeros(2, LAYERS, chunk.pieces * 64)
@@ -229,10 +248,10 @@ def chosen_of(
         return kv.view(2, LAYERS, chunk.pieces, 64, 1, 1).permute(2, 1, 0, 3, 4, 5)
 
     monkeypatch.setattr(BlendWorker, "_copy", copied)
-    counted, end = Counted(), len(caches.prompt) - 1
-    using = BlendSettings(select="deviation", **settings)
+    counted, end = Counted(), len(caches.prompt) - asked
+    using = BlendSettings(**{"select": "deviation", **settings})
     worker: Any = BlendWorker(caches, caches.model, using, counted, most_tokens=most_tokens)  # type: ignore[arg-type]
-    blend = Blend("r", 0, end, caches.prompt[:end], [0], list(chunks), [[0]] * len(chunks), 0)
+    blend = Blend("r", 0, end, caches.prompt[:end], [0], list(chunks), [[0]] * len(chunks), 0, caches.prompt[end:])
     worker.blend(BlendPlan([blend], shares=(0,)), {})
     assert not caches.kv[:, :end].isnan().any()
     return counted
@@ -304,3 +323,53 @@ def test_with_all_tokens_chosen_the_result_is_exact_wherever_chunks_are(
         assert reused + computed == length - 1
         if ratio == 1.0:
             torch.testing.assert_close(caches.kv[:, :-1], caches.computed(prompt)[:, :-1])
+
+
+# Choosing tokens by the question's attention
+
+
+def test_what_the_question_attends_to_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except what is exact already: gaps, edges, and the chunk that begins the prompt."""
+    caches = Deep(a_prompt(260))
+    caches.paid[[7, 43, 46, 110, 131]] = torch.tensor([0.9, 0.8, 0.7, 0.5, 0.3])
+    chunks = [Chunk(0, 40), Chunk(45, 145), Chunk(145, 255)]
+    counted = chosen_of(caches, chunks, monkeypatch, asked=10, select="question", edge_tokens=4, ratio=0.04)
+    first, asked, second = (attended[0] for attended in caches.attended)
+    assert first == [20, 39, *range(40, 49), 95, 144, *range(145, 149), 197, 249]
+    assert asked == list(range(250, 260))
+    # Five tokens of the last chunk are behind the stretch; they ask nothing.
+    assert caches.asking == [5]
+    # The edge of the second chunk and the gap before it precede all that is chosen, so they are not computed again.
+    assert second == [*range(109, 113), *range(129, 133), 144, *range(145, 149), 197, 249]
+    ((reused, computed),) = counted.stretches
+    assert (reused, computed) == (250 - len(first) - 8, len(first) + 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_all_tokens_asked_about_the_result_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(seed)  # noqa: S311 - layouts, no secrets
+    length, asked = source.randrange(12, 90), source.randrange(1, 9)
+    cuts = sorted(source.sample(range(length - asked + 1), source.randrange(2, 8 if length - asked > 8 else 3)))
+    chunks = [Chunk(*pair) for pair in pairwise(cuts) if source.random() < 0.8]
+    caches = Deep(a_prompt(length, seed))
+    caches.paid = torch.rand(length, generator=torch.Generator().manual_seed(seed))
+    edge, most = source.choice([0, 1, 16]), source.choice([1, 7, 64])
+    chosen_of(caches, chunks, monkeypatch, most, asked, select="question", ratio=1.0, edge_tokens=edge)
+    exact = caches.computed(caches.prompt)
+    torch.testing.assert_close(caches.kv[:, :-asked], exact[:, :-asked])
+
+
+def test_a_question_that_cannot_be_seen_leaves_the_edges(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = Unreachable(a_prompt(151))
+    counted = chosen_of(caches, [Chunk(0, 40), Chunk(45, 150)], monkeypatch, select="question", edge_tokens=4)
+    assert counted.stretches == [(150 - 2 - 5 - 4 - 2, 2 + 5 + 4 + 2)]
+    assert "select: question" in caplog.text
+
+
+def test_a_step_without_a_question_or_a_share_for_it_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chunks, ratio in (([Chunk(0, 150)], 0.5), ([Chunk(0, 40), Chunk(45, 150)], 0.0)):
+        caches = Deep(a_prompt(151))
+        chosen_of(caches, chunks, monkeypatch, select="question", ratio=ratio)
+        assert not caches.asking

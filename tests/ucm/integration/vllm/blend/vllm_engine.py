@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.blend import Run
+    from ucm.testing.clock import SimulatedClock
 
 #: Tokens of a forward pass of a blend, fewer than those of most stretches.
 PASS = 13
@@ -132,18 +133,21 @@ class BlendEngine(VllmEngine):
         setting: The engine's settings.
         directory: The directory of its model and blocks.
         chance: The source of random choices.
+        clock: Time and threads.
         blend: The settings of ``blend``.
     """
 
     kind = BlendConnector
 
-    def __init__(self, setting: Setting, directory: Path, chance: random.Random, **blend: Any) -> None:
+    def __init__(
+        self, setting: Setting, directory: Path, chance: random.Random, clock: SimulatedClock, **blend: Any
+    ) -> None:
         self._blend = blend
         without_positions = patch.multiple(truth, embed=_embed), patch.multiple(memory, embed=_embed)
         for each in without_positions:
             each.start()
         self._without_positions = without_positions
-        super().__init__(setting, directory, chance, setting.truth())
+        super().__init__(setting, directory, chance, setting.truth(), clock)
 
     def store(self, chunk: list[int]) -> None:
         """Compute a chunk alone, and wait until it is stored."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.ucm.integration.vllm.connector.simulation.pool import Blocks
 from tests.ucm.integration.vllm.connector.simulation.request import Request
 from tests.ucm.integration.vllm.connector.simulation.truth import Keys
-from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.store.base import BlockCorruptError, BlockGeometry, KVStore, TransferTask
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
+    from ucm.testing.clock import SimulatedClock
 
 SIZE = 4
 #: Four blocks and a half.
@@ -31,13 +30,15 @@ BLOCK = BlockGeometry((8, 8), b"f" * 16)
 class KeyStore(KVStore):
     """Looks up keys and reads blocks, whose content is the start of their keys; does nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
         self.keys: set[bytes] = set()
         self.damaged: set[bytes] = set()
         self.lookups = 0
         self.read: list[bytes] = []
+        self.renewed: list[list[bytes]] = []
         #: While it is not set, no call to the medium returns.
-        self.answers = threading.Event()
+        self.answers = clock.event()
         self.answers.set()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -53,8 +54,11 @@ class KeyStore(KVStore):
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         raise NotImplementedError
 
+    def renew(self, keys: Sequence[BlockKey]) -> None:
+        self.renewed.append(list(keys))
+
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
-        task = TransferTask(len(blocks))
+        task = TransferTask(len(blocks), clock=self._clock)
         for block in blocks:
             self.read.append(block.key)
             if block.key in self.keys - self.damaged:
@@ -111,33 +115,38 @@ class Scene:
     """The scheduler side of an engine; the test acts as the scheduler.
 
     Args:
+        clock: Time and threads.
         windows: The window of each KV-cache group.
         begins: Whether the namespace is known from the start.
         rows: How many blocks may be staged; 0 if the workers read the store directly.
         ranks: The number of ranks.
         seconds: The deadline of a lookup.
+        stored_tokens: The tokens of a stored chunk; 0: each block is stored alone.
         options: Settings other than the defaults.
     """
 
     def __init__(
         self,
+        clock: SimulatedClock,
         *windows: int | None,
         begins: bool = True,
         rows: int = 64,
         ranks: int = 1,
         seconds: float = 60.0,
+        stored_tokens: int = 0,
         **options: Any,
     ) -> None:
+        self.clock = clock
         groups = [CacheGroup(index, SIZE, window, {}, ()) for index, window in enumerate(windows or (None,))]
-        self.groups = CacheGroups(tuple(groups))
-        self.stores = {group.index: [KeyStore() for _ in range(ranks)] for group in groups}
+        self.groups = in_chunks(CacheGroups(tuple(groups)), stored_tokens)
+        self.stores = {group.index: [KeyStore(clock) for _ in range(ranks)] for group in groups}
         self.store = self.stores[0][0]
         self.keys = Keys()
         self.counted = Counted()
-        self.slab = Slab(rows * PAGE * ranks, ranks) if rows else None
-        self.stager = Stager(self.groups, self.slab, seconds, 3600.0)
+        self.slab = Slab(rows * PAGE * ranks, ranks, clock=clock) if rows else None
+        self.stager = Stager(self.groups, self.slab, seconds, 3600.0, clock=clock)
         self.options = PlanningOptions(**{"batches": 1, **options})
-        self.side = PrefixCacheScheduler(self.groups, self.keys, self.stager, self.counted, self.options)
+        self.side = PrefixCacheScheduler(self.groups, self.keys, self.stager, self.counted, self.options, clock=clock)
         if begins:
             self.begin()
         self._next_block = 1
@@ -160,11 +169,15 @@ class Scene:
 
     def matched(self, request: Request, computed: int = 0) -> int:
         """Return the final number of hit tokens."""
-        until = time.monotonic() + 60
-        while (found := self.side.matched_tokens(request, computed)) is None:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        return found
+        found: list[int] = []
+
+        def answered() -> bool:
+            answer = self.side.matched_tokens(request, computed)
+            found.extend([] if answer is None else [answer])
+            return bool(found)
+
+        self.clock.run_until(answered)
+        return found[0]
 
     def keep(self, tokens: Sequence[int], group: int = 0) -> list[bytes]:
         """Put blocks into the store; return their keys."""

@@ -47,7 +47,7 @@ def memory_of(kind: type[Any], caches: dict[str, Any]) -> Any:
 
 
 def bytes_of(host: HostMemory, block: int, layer: int) -> bytes:
-    return b"".join(host.buffers(block, range(layer, layer + 1)))
+    return b"".join(host.buffers([block], range(layer, layer + 1)))
 
 
 def test_a_gathered_row_is_what_the_host_would_read_in_place(caches: dict[str, Any]) -> None:
@@ -101,6 +101,6 @@ def test_scattered_rows_reach_their_blocks_and_nothing_else(caches: dict[str, An
 def test_the_host_reads_and_writes_torchs_own_memory() -> None:
     caches = {"a": tensor((2, BLOCKS, 8, 4))}
     host = memory_of(HostMemory, caches)
-    for buffer in host.buffers(3, range(1)):
+    for buffer in host.buffers([3], range(1)):
         buffer[:] = b"\x01" * buffer.nbytes
     assert (caches["a"].view()[:, 3].view(np.uint8) == 1).all()

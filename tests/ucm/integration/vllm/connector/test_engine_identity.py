@@ -13,10 +13,10 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, VllmConfig, read_files, write_model
 from tests.ucm.store.keys import key_file, secret
+from ucm import compat
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.model_identity import namespace
-from ucm.integration.vllm import compat
 from ucm.integration.vllm.connector import identity
 from ucm.integration.vllm.connector.identity import engine_identity
 from ucm.integration.vllm.connector.kv_cache import CacheGroups, cache_groups
@@ -71,13 +71,14 @@ def test_a_key_that_cannot_be_used_is_refused_where_it_stands(tmp_path: Path) ->
 
 def test_the_options_of_a_sparse_method_are_part_of_it(tmp_path: Path) -> None:
     model = write_model(tmp_path / "llama")
-    names = [named(model, tmp_path, ucm_sparse_config={"ESA": {"token_budget": n}}) for n in (256, 512)]
+    options = [{"token_budget": n, "prefill": "window"} for n in (256, 512)]
+    names = [named(model, tmp_path, ucm_sparse_config={"ESA": of}) for of in options]
     assert len({named(model, tmp_path), *names}) == 3
 
 
 def test_it_is_the_same_wherever_the_method_is_configured(tmp_path: Path) -> None:
     """Our hooks copy the setting to the other place, in some processes before the namespace is computed."""
-    model, method = write_model(tmp_path / "llama"), {"ucm_sparse_config": {"ESA": {"token_budget": 256}}}
+    model, method = write_model(tmp_path / "llama"), {"ucm_sparse_config": {"ESA": {"prefill": "window"}}}
     names = {named(model, tmp_path, method), named(model, tmp_path, **method), named(model, tmp_path, method, **method)}
     assert len(names) == 1
     assert named(model, tmp_path, {**method, "of others": 1}) not in names
@@ -102,13 +103,14 @@ def test_what_shapes_distances_is_part_of_it(tmp_path: Path) -> None:
 def test_where_a_method_keeps_the_middle_of_contexts_is_not_part_of_it(tmp_path: Path) -> None:
     model = write_model(tmp_path / "llama")
     stores = [{"pipeline": "Posix", "directories": [str(tmp_path / name)]} for name in ("a", "b")]
-    methods = [{"ESA": {"token_budget": 256, "store": store}} for store in stores]
+    methods = [{"ESA": {"prefill": "window", "store": store}} for store in stores]
     assert len({named(model, tmp_path, ucm_sparse_config=method) for method in methods}) == 1
 
 
 def test_a_methods_name_and_its_defaults_make_no_difference(tmp_path: Path) -> None:
     model = write_model(tmp_path / "llama")
-    methods: list[dict[str, Any]] = [{"ESA": {}}, {"BlockRetrieval": {}}, {"ESA": {"token_budget": 2048}}]
+    options: list[dict[str, Any]] = [{"ESA": {}}, {"BlockRetrieval": {}}, {"ESA": {"token_budget": 2048}}]
+    methods = [{name: {**given, "prefill": "window"}} for of in options for name, given in of.items()]
     assert len({named(model, tmp_path, ucm_sparse_config=method) for method in methods}) == 1
     windows: list[dict[str, Any]] = [{"SinkWindow": {}}, {"StreamingLLM": {"prefill": "window"}}]
     assert len({named(model, tmp_path, ucm_sparse_config=method) for method in windows}) == 1
@@ -129,7 +131,8 @@ def test_a_changed_default_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "method", [{"BlockTopK": {}}, {"GSAOnDevice": {"token_budget": 256}}, {"SinkWindow": {"prefill": "dense"}}]
+    "method",
+    [{"BlockTopK": {}}, {"GSAOnDevice": {"token_budget": 256}}, {"SinkWindow": {"prefill": "dense"}}, {"ESA": {}}],
 )
 def test_dense_prompts_are_shared_with_engines_without_a_method(tmp_path: Path, method: dict[str, Any]) -> None:
     model = write_model(tmp_path / "llama")
@@ -159,6 +162,7 @@ def test_they_are_not_where_vllm_finds_generated_blocks_as_anybodys(
         ({"BlockTopK": {}}, 100),
         ({"SinkWindow": {}}, sys.maxsize),
         ({"SinkWindow": {"prefill": "dense"}}, 100),
+        ({"ESA": {}}, 100),
     ],
 )
 def test_which_tokens_have_a_name_at_all(method: dict[str, Any], lasting: int) -> None:

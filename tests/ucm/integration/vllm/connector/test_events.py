@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,9 @@ from ucm.integration.vllm.connector import events
 from ucm.integration.vllm.connector.events import StoreEvents, store_events
 from ucm.integration.vllm.connector.kv_cache import CacheGroup
 from ucm.store.base import BlockKey
+
+if TYPE_CHECKING:
+    from ucm.testing.clock import SimulatedClock
 
 TOKENS = list(range(18))  # four blocks and a half
 
@@ -67,8 +70,8 @@ def saved(scene: Scene, request_id: str = "r") -> list[Any]:
     return moves.keys
 
 
-def test_a_block_is_announced_once_all_ranks_have_stored_it() -> None:
-    scene = Scene()
+def test_a_block_is_announced_once_all_ranks_have_stored_it(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     found = heard(scene, ranks=2)
     keys = saved(scene)
     assert len(keys) == 4
@@ -84,9 +87,9 @@ def test_a_block_is_announced_once_all_ranks_have_stored_it() -> None:
     assert found.take() == []
 
 
-def test_two_reports_of_one_rank_are_not_those_of_two() -> None:
+def test_two_reports_of_one_rank_are_not_those_of_two(clock: SimulatedClock) -> None:
     """As when two requests save the same block in different steps."""
-    scene = Scene()
+    scene = Scene(clock)
     found = heard(scene, ranks=2)
     (key, *_) = saved(scene)
     found.stored({(0, key): {0: "posix"}})
@@ -97,8 +100,8 @@ def test_two_reports_of_one_rank_are_not_those_of_two() -> None:
     assert len(found.take()) == 1
 
 
-def test_two_ranks_in_one_report() -> None:
-    scene = Scene()
+def test_two_ranks_in_one_report(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     found = heard(scene, ranks=2)
     (key, *_) = saved(scene)
     found.stored({(0, key): {0: "dram", 1: "dram"}})
@@ -114,6 +117,13 @@ def test_vllms_hashes_name_the_blocks_where_there_are_any() -> None:
     said = [(event.block_hashes, event.parent_block_hash) for event in found.take()]
     names = [one.hex() for one in hashes]
     assert said == [([names[0]], None), ([names[1]], names[0]), ([names[3]], names[2])]
+    chunks = CacheGroup(0, SIZE, None, {}, (), chunk_blocks=2)
+    found.loading(about, chunks, 1, [named("of two")], named("before"), ["s3"])
+    (event,) = found.take()
+    assert (event.block_hashes, event.parent_block_hash, event.block_size) == (names[2:], names[1], SIZE)
+    assert event.token_ids == TOKENS[2 * SIZE : 4 * SIZE]
+    found.start_anew()
+    assert names[2:] == found.take()[-1].block_hashes[-2:]
     found.loading(about, CacheGroup(0, 2 * SIZE, None, {}, ()), 0, [named("4")], None, ["s3"])
     assert found.take()[0].block_hashes == [named("4")], "vLLM's hashes are of other blocks"
 
@@ -131,8 +141,8 @@ def told(found: StoreEvents) -> list[Any]:
     return [event.block_hashes[0] for event in found.take()]
 
 
-def test_a_loaded_block_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = StoreEvents(CONFIG, {0: 1}, MODULE)
+def test_a_loaded_block_is_announced_once(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = StoreEvents(CONFIG, {0: 1}, MODULE, clock=clock)
     about, keys = SimpleNamespace(all_token_ids=TOKENS), [named("0"), named("1"), named("2")]
     monkeypatch.setattr(events, "MOST_TOLD", 3)
 
@@ -146,7 +156,9 @@ def test_a_loaded_block_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert load(3) == keys[:1], "the oldest is no longer known"
     found.forget()
     assert load(3) == keys
-    monkeypatch.setattr(events, "AGAIN_SECONDS", 0.0)
+    clock.advance(events.AGAIN_SECONDS - 1)
+    assert load(3) == []
+    clock.advance(1)
     assert load(3) == keys
 
 
@@ -163,8 +175,8 @@ def test_of_what_was_announced_nothing_is_read_again() -> None:
     assert told(found) == [b"1", b"2"]
 
 
-def test_new_keys_take_back_what_was_announced_and_nothing_of_vllms() -> None:
-    scene = Scene()
+def test_new_keys_take_back_what_was_announced_and_nothing_of_vllms(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     found = heard(scene)
     keys = saved(scene)
     found.stored({(0, keys[0]): {0: "dram"}, (0, keys[1]): {0: "posix"}, (0, keys[2]): {0: "posix"}})
@@ -176,8 +188,8 @@ def test_new_keys_take_back_what_was_announced_and_nothing_of_vllms() -> None:
     assert found.take() == []
 
 
-def test_what_is_never_reported_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene()
+def test_what_is_never_reported_is_forgotten(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(clock)
     found = heard(scene)
     saved(scene)
     monkeypatch.setattr(events, "MOST_PENDING_BYTES", found._pending_bytes * 3 // 4)

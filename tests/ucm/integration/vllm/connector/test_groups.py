@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
-from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, cache_groups, longest_hit
+from ucm.integration.vllm.connector.kv_cache import (
+    NO_BLOCK,
+    CacheGroup,
+    CacheGroups,
+    cache_groups,
+    in_chunks,
+    longest_hit,
+)
 
 
 @dataclass
@@ -139,6 +146,48 @@ def test_what_a_window_still_reads(block_size: int, window: int, num_tokens: int
     assert first == min(position // block_size for position in read)
 
 
+def test_chunks_hold_whole_blocks_of_all_groups_and_no_more_than_a_window_reaches() -> None:
+    sizes, windows = (16, 32, 16, 16), (None, None, 256, 200)
+    groups = CacheGroups(tuple(CacheGroup(*one, {}, ()) for one in zip(range(4), sizes, windows, strict=True)))
+    found = in_chunks(groups, 250)
+    assert [group.chunk_blocks for group in found.groups] == [16, 8, 16, 1]
+    assert [group.chunk_tokens for group in found.groups] == [256, 256, 256, 16]
+    assert found.alignment == 256
+    assert in_chunks(groups, 0) == groups
+    assert found.facts != groups.facts
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(1, 40), st.integers(0, 12), st.integers(1, 8))
+def test_a_chunk_is_loaded_without_what_is_computed_or_out_of_reach(
+    block_size: int, chunk_blocks: int, window: int | None, computed_blocks: int, chunks: int
+) -> None:
+    group = CacheGroup(0, block_size, window, {}, (), chunk_blocks=chunk_blocks)
+    computed, end = computed_blocks * block_size, (computed_blocks // chunk_blocks + chunks) * group.chunk_tokens
+    block_ids = list(range(100, 100 + end // block_size))
+    needed, loaded = group.needed(computed, end), group.to_load(block_ids, computed, end)
+    assert len(loaded) == len(needed) * chunk_blocks
+    read = [
+        block_ids[block]
+        for block in range(computed_blocks, end // block_size)
+        if window is None or (block + 1) * block_size > end - window + 1
+    ]
+    assert [block for block in loaded if block != NO_BLOCK] == read
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.integers(0, 60), st.integers(1, 30))
+def test_a_chunk_is_saved_by_the_step_that_fills_it_while_all_of_its_blocks_are_there(
+    block_size: int, chunk_blocks: int, beyond: int, computed: int, new: int
+) -> None:
+    """A window that is at least as long as a chunk reaches the chunk's first token when the last one is computed."""
+    plain = CacheGroup(0, block_size, None, {}, (), chunk_blocks=chunk_blocks)
+    group = replace(plain, window=plain.chunk_tokens + beyond)
+    filled = range(computed // group.chunk_tokens, (computed + new) // group.chunk_tokens)
+    assert plain.to_save(filled.start, computed, computed + new) == filled
+    assert group.to_save(filled.start, computed, computed + new) == filled
+    first = group.first_needed(computed)
+    assert all(chunk * chunk_blocks >= first for chunk in group.to_save(0, computed, computed + new))
+
+
 def test_uniform_types_are_one_group() -> None:
     specs = {"a": FullAttentionSpec(real_page_size_bytes=10), "b": FullAttentionSpec(real_page_size_bytes=20)}
     group = only(config((["a", "b"], UniformTypeKVCacheSpecs(specs))))
@@ -242,3 +291,11 @@ def test_a_window_continues_where_its_older_blocks_are_gone() -> None:
     assert longest_hit([full, windowed], [everything, recent], 32, 4) == 32
     assert longest_hit([full, windowed], [recent, everything], 32, 4) == 0
     assert longest_hit([full, windowed], [everything[:7], recent], 32, 4) == 0
+
+
+def test_rows_that_stage_a_prefix_are_of_the_largest_group_and_as_many_as_all_groups_need() -> None:
+    full = CacheGroup(0, 16, None, {"a": 1000, "b": 24}, ())
+    window = CacheGroup(1, 16, 40, {"c": 512}, ())
+    assert CacheGroups((full,)).staged_bytes(160, {0: 1}) == 10 * 1024
+    assert CacheGroups((full, window)).staged_bytes(160, {0: 2, 1: 1}) == (10 + 3) * 2 * 1024
+    assert CacheGroups((CacheGroup(0, 16, None, {}, ()),)).staged_bytes(160, {0: 1}) == 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.transfer import StagedTask, Stream, _Lane
+
+if TYPE_CHECKING:
+    from ucm.testing.clock import SimulatedClock
 
 
 class Module:
@@ -25,30 +28,30 @@ class Module:
         return SimpleNamespace(record_event=lambda: "event")
 
 
-def lane() -> _Lane:
+def lane(clock: SimulatedClock) -> _Lane:
     memory: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"), staging=lambda _: [])
-    return _Lane(memory, 1, "ucm-test", stagings=1)
+    return _Lane(memory, 1, "ucm-test", stagings=1, clock=clock)
 
 
-def run(lane: _Lane, work: Any) -> None:
-    task = StagedTask([])
+def run(clock: SimulatedClock, lane: _Lane, work: Any) -> None:
+    task = StagedTask([], clock=clock)
     lane.submit(work, task.end)
-    assert task.finished.wait(60)
+    task.finished.wait()
 
 
-def test_the_thread_has_the_device_of_its_stream() -> None:
+def test_the_thread_has_the_device_of_its_stream(clock: SimulatedClock) -> None:
     module, seen = Module(), []
-    found = lane()
+    found = lane(clock)
     found.stream = Stream(module, stream=None, device=3)
-    run(found, lambda event: seen.append((module.current_device(), event)))
+    run(clock, found, lambda event: seen.append((module.current_device(), event)))
     found.close()
     assert seen == [(3, "event")]
     assert module.current_device() == 0, "the caller's device is left alone"
 
 
-def test_on_the_host_there_is_no_device_to_set() -> None:
+def test_on_the_host_there_is_no_device_to_set(clock: SimulatedClock) -> None:
     seen: list[Any] = []
-    found = lane()
-    run(found, seen.append)
+    found = lane(clock)
+    run(clock, found, seen.append)
     found.close()
     assert seen == [None]

@@ -294,10 +294,10 @@ def test_buffers_are_the_memory_of_the_blocks(name: str) -> None:
     views = layer_views(name, (3, BLOCKS, HEADS, TOKENS, DIM))
     memory = HostMemory(group("a", "b", "c"), dict(zip("abc", views, strict=True)), BLOCKS, {})
     for block in range(BLOCKS):
-        every = memory.buffers(block, range(3))
+        every = memory.buffers([block], range(3))
         assert tuple(buffer.nbytes for buffer in every) == memory.geometry.slice_sizes
         for layer, view in enumerate(views):
-            mine = memory.buffers(block, range(layer, layer + 1))
+            mine = memory.buffers([block], range(layer, layer + 1))
             begin = memory.slice_count(layer)
             assert mine == every[begin : begin + len(mine)]
             for buffer in mine:

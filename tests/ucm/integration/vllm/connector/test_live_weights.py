@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,10 @@ from ucm.integration.vllm.connector.identity import LiveWeights, running_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ucm.testing.clock import SimulatedClock
+
+pytest_plugins = ("tests.simulated",)
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8)
 
@@ -58,12 +61,41 @@ def write_data(made: Any) -> None:
     made.w1.data.copy_(made.w1.data + 1)
 
 
-def elsewhere(made: Any) -> LiveWeights:
-    """Return a watch of the weights as if they were on an accelerator."""
-    weights = LiveWeights(made)
-    weights._on_host = False
-    weights._note()
-    return weights
+class Watch:
+    """Begins to watch weights, and lets time pass."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self.clock = clock
+
+    def here(self, made: Any) -> LiveWeights:
+        """Return a watch of weights in host memory."""
+        return LiveWeights(made, clock=self.clock)
+
+    def elsewhere(self, made: Any) -> LiveWeights:
+        """Return a watch of the weights as if they were on an accelerator."""
+        weights = LiveWeights(made, clock=self.clock)
+        weights._on_host = False
+        weights._note()
+        return weights
+
+    def pause(self, weights: LiveWeights, seconds: float) -> None:
+        """Let time pass between two steps; reading every byte takes 20 ms."""
+        weights.stepped()
+        self.clock.advance(seconds)
+        weights.step()
+        weights._digest_takes = 0.02  # measured by this clock it is 0
+
+
+@pytest.fixture
+def watch(clock: SimulatedClock) -> Watch:
+    return Watch(clock)
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def place(request: pytest.FixtureRequest, watch: Watch) -> Callable[[Any], LiveWeights]:
+    """Where the weights are."""
+    begin: Callable[[Any], LiveWeights] = getattr(watch, request.param)
+    return begin
 
 
 def write_one_value(made: Any) -> None:
@@ -105,26 +137,24 @@ def test_weights_that_are_watched_are_not_kept_alive() -> None:
     assert [weights.changed() for _ in range(2)] == [True, False]
 
 
-def test_on_an_accelerator_what_torch_does_not_count_is_seen_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "PAUSE", 3600.0)
+def test_on_an_accelerator_what_torch_does_not_count_is_seen_after_a_pause(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity, "DIGEST_SHARE", 0.0)
     made = model()
-    weights = elsewhere(made)
+    weights = watch.elsewhere(made)
     write_data(made)
-    weights.step()
+    watch.pause(weights, identity.PAUSE)
     assert not weights.changed()
-    monkeypatch.setattr(identity, "PAUSE", -1.0)
-    weights.step()
+    watch.pause(weights, identity.PAUSE + 0.001)
     assert [weights.changed() for _ in range(2)] == [True, False]
 
 
-def test_a_pause_is_remembered_until_somebody_looks() -> None:
+def test_a_pause_is_remembered_until_somebody_looks(watch: Watch) -> None:
     made = model()
-    weights = elsewhere(made)
-    weights.stepped()
-    time.sleep(2 * identity.PAUSE)
+    weights = watch.elsewhere(made)
     write_data(made)
-    weights.step()
+    watch.pause(weights, 2 * identity.PAUSE)
     weights.stepped()
     weights.step()
     assert weights.changed()
@@ -150,109 +180,79 @@ def test_every_single_value_is_seen_when_all_are_looked_at() -> None:
 
 
 def test_where_changes_are_to_be_expected_every_value_is_looked_at_after_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "DIGEST_SHARE", 0.0)
     made = torch.nn.Linear(4096, 64, bias=False)
-    weights = [LiveWeights(made, thorough=thorough) for thorough in (True, False)]
+    weights = [LiveWeights(made, thorough=thorough, clock=watch.clock) for thorough in (True, False)]
     made.weight.data[5, 7] += 1
-    time.sleep(2 * identity.PAUSE)
     for each in weights:
-        each.step()
+        watch.pause(each, 2 * identity.PAUSE)
     assert [each.changed() for each in weights] == [True, False]
 
 
-@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
 def test_every_value_is_looked_at_after_a_pause_that_is_long_compared_with_that(
-    monkeypatch: pytest.MonkeyPatch, place: Callable[[Any], LiveWeights]
+    watch: Watch, place: Callable[[Any], LiveWeights]
 ) -> None:
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = place(made)
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    takes = weights._digest_takes
     seen = []
-    for pause in (10 * takes, 1000 * takes):
+    for pause in (10 * 0.02, 1000 * 0.02):
         made.weight.data[5, 7] += 1
-        weights.stepped()
-        now += pause
-        weights.step()
+        watch.pause(weights, pause)
         seen.append(weights.changed())
     assert seen == [False, True]
 
 
-class Clock:
-    """Time that passes only in pauses, and in which reading every byte takes 20 ms."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-    def pause(self, weights: LiveWeights, seconds: float) -> None:
-        """Let time pass between two steps."""
-        weights.stepped()
-        self.now += seconds
-        weights.step()
-        weights._digest_takes = 0.02  # measured by this clock it is 0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
 @pytest.mark.parametrize("second", [0.5, 2.0])
 def test_a_load_relies_on_an_early_check_only_if_no_second_pause_follows(
-    clock: Clock, place: Callable[[Any], LiveWeights], second: float
+    watch: Watch, place: Callable[[Any], LiveWeights], second: float
 ) -> None:
     """The second pause, in units of `PAUSE`, is too short for every byte to be read only because of it."""
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = place(made)
-    clock.pause(weights, 3600.0)
+    watch.pause(weights, 3600.0)
     assert not weights.changed(early=True)
-    clock.pause(weights, 0.001)
+    watch.pause(weights, 0.001)
     assert not weights.changed(early=True)
     made.weight.data[5, 7] += 1
-    clock.pause(weights, second * identity.PAUSE)
+    watch.pause(weights, second * identity.PAUSE)
     assert weights.changed() == (second > 1)
     if second < 1:  # a later pause finds it, after the load has used up the early check
-        clock.pause(weights, 2 * identity.PAUSE)
+        watch.pause(weights, 2 * identity.PAUSE)
         assert not weights.changed()
-        clock.pause(weights, 3600.0)
+        watch.pause(weights, 3600.0)
         assert weights.changed()
 
 
-@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
 @pytest.mark.parametrize("steps", [100, 1000])
 def test_a_load_relies_on_an_early_check_only_for_a_while(
-    clock: Clock, place: Callable[[Any], LiveWeights], steps: int
+    watch: Watch, place: Callable[[Any], LiveWeights], steps: int
 ) -> None:
     """An idle engine steps without pauses while it waits for a slow lookup."""
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = place(made)
-    clock.pause(weights, 3600.0)
+    watch.pause(weights, 3600.0)
     assert not weights.changed(early=True)
     for step in range(steps):
-        clock.pause(weights, 0.002)
+        watch.pause(weights, 0.002)
         if step == steps // 2:
             made.weight.data[5, 7] += 1
     assert weights.changed() == (steps == 1000)
 
 
-@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
 def test_an_early_check_of_few_values_does_not_prolong_one_of_all(
-    clock: Clock, place: Callable[[Any], LiveWeights]
+    watch: Watch, place: Callable[[Any], LiveWeights]
 ) -> None:
     """Further requests arrive while the first one's slow lookup runs, and each brings an early check."""
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = place(made)
-    clock.pause(weights, 3600.0)
+    watch.pause(weights, 3600.0)
     assert not weights.changed(early=True)
     made.weight.data[5, 7] += 1
     found = []
     for step in range(1000):
-        clock.pause(weights, 0.002)
+        watch.pause(weights, 0.002)
         if step % 100 == 50:
             found.append(weights.changed(early=True))
     found.append(weights.changed())
@@ -282,7 +282,7 @@ def test_what_a_forward_writes_is_no_change() -> None:
     assert not weights.changed(wholly=True)
 
 
-def test_weights_that_are_packed_for_a_processor_are_seen_when_they_are_packed_anew() -> None:
+def test_weights_that_are_packed_for_a_processor_are_seen_when_they_are_packed_anew(watch: Watch) -> None:
     """On a CPU, vLLM keeps an empty parameter, and a function that holds the packed weights."""
 
     def pack(layer: Any, value: float) -> None:
@@ -291,14 +291,13 @@ def test_weights_that_are_packed_for_a_processor_are_seen_when_they_are_packed_a
     made = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
     for layer in made:
         pack(layer, 1.0)
-    weights = LiveWeights(made)
+    weights = watch.here(made)
     assert not weights.changed(wholly=True)
     for layer in made:
         pack(layer, 2.0)
     assert [weights.changed(wholly=True) for _ in range(2)] == [True, False]
     pack(made[1], 3.0)
-    time.sleep(2 * identity.PAUSE)
-    weights.step()
+    watch.pause(weights, 2 * identity.PAUSE)
     assert weights.changed()
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
 from ucm.integration.vllm.connector.metadata import WeightsReport
 
+if TYPE_CHECKING:
+    from ucm.testing.clock import SimulatedClock
+
 # Starting anew
 
 
-def test_what_was_computed_before_is_not_saved_under_new_names() -> None:
-    scene = Scene(batches=2)
+def test_what_was_computed_before_is_not_saved_under_new_names(clock: SimulatedClock) -> None:
+    scene = Scene(clock, batches=2)
     running, ended, waiting = request(TOKENS, "running"), request(TOKENS[:8], "ended"), request(TOKENS, "waiting")
     scene.admit(running)
     scene.run(running, 6, scene.rows)
@@ -31,8 +34,8 @@ def test_what_was_computed_before_is_not_saved_under_new_names() -> None:
     assert len(moved(scene.run(waiting, 18, scene.rows).saves)) == 4
 
 
-def test_what_was_found_before_is_not_loaded() -> None:
-    scene = Scene()
+def test_what_was_found_before_is_not_loaded(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     waiting, loading = request(TOKENS, "waiting"), request(TOKENS, "loading")
     assert scene.matched(waiting, 0) == 16
@@ -54,9 +57,11 @@ def adapted(tokens: list[int], adapter: str) -> Any:
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_blocks_of_an_adapter_are_saved_when_the_engine_has_surely_read_what_was_hashed(batches: int) -> None:
+def test_blocks_of_an_adapter_are_saved_when_the_engine_has_surely_read_what_was_hashed(
+    clock: SimulatedClock, batches: int
+) -> None:
     """The engine reads an adapter's files in the request's first step, after its keys were computed."""
-    scene = Scene(batches=batches)
+    scene = Scene(clock, batches=batches)
     new = adapted(TOKENS, "same")
     scene.admit(new)
     assert scene.run(new, 9, scene.rows).saves == []
@@ -67,8 +72,8 @@ def test_blocks_of_an_adapter_are_saved_when_the_engine_has_surely_read_what_was
     assert saved == list(zip(chain[:2], scene.rows[0], strict=False))
 
 
-def test_blocks_of_an_adapter_that_changed_before_the_engine_read_it_are_never_saved() -> None:
-    scene = Scene()
+def test_blocks_of_an_adapter_that_changed_before_the_engine_read_it_are_never_saved(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     new = adapted(TOKENS, "same")
     scene.admit(new)
     assert scene.run(new, 9, scene.rows).saves == []
@@ -81,8 +86,8 @@ def test_blocks_of_an_adapter_that_changed_before_the_engine_read_it_are_never_s
 
 
 @pytest.mark.parametrize(("adapter", "count"), [("same", 4), ("changed", 0)])
-def test_blocks_of_an_adapters_request_that_ends_early(adapter: str, count: int) -> None:
-    scene = Scene()
+def test_blocks_of_an_adapters_request_that_ends_early(clock: SimulatedClock, adapter: str, count: int) -> None:
+    scene = Scene(clock)
     new = adapted(TOKENS, adapter)
     scene.admit(new)
     assert scene.run(new, 18, scene.rows).saves == []
@@ -90,8 +95,8 @@ def test_blocks_of_an_adapters_request_that_ends_early(adapter: str, count: int)
     assert len(moved(scene.step({}).late_saves)) == count
 
 
-def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms_cache() -> None:
-    scene = Scene(others=True)
+def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms_cache(clock: SimulatedClock) -> None:
+    scene = Scene(clock, others=True)
     foreign, behind, resumed = (request(TOKENS, name) for name in ("foreign", "behind", "resumed"))
     scene.admit(foreign)
     foreign.num_computed_tokens = SIZE
@@ -107,8 +112,20 @@ def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms
     assert len(moved(scene.run(behind, 14, scene.rows).saves)) > 0
 
 
-def test_what_is_computed_is_saved_though_another_connector_has_loaded_it_elsewhere() -> None:
-    scene = Scene(others=True)
+def test_what_another_connector_has_loaded_is_found_in_vllms_cache_also_by_a_prompt_that_differs_later_in_the_chunk(
+    clock: SimulatedClock,
+) -> None:
+    scene = Scene(clock, others=True, stored_tokens=2 * SIZE)
+    foreign, behind = request(TOKENS, "foreign"), request([*TOKENS[:SIZE], *range(50, 64)], "behind")
+    scene.admit(foreign)
+    foreign.num_computed_tokens = SIZE
+    assert scene.run(foreign, 14, scene.rows).saves == []
+    scene.admit(behind, SIZE)
+    assert scene.run(behind, 14, scene.rows).saves == []
+
+
+def test_what_is_computed_is_saved_though_another_connector_has_loaded_it_elsewhere(clock: SimulatedClock) -> None:
+    scene = Scene(clock, others=True)
     foreign, computed = request(TOKENS, "foreign"), request(TOKENS, "computed")
     scene.admit(foreign)
     foreign.num_computed_tokens = SIZE
@@ -117,16 +134,16 @@ def test_what_is_computed_is_saved_though_another_connector_has_loaded_it_elsewh
     assert len(moved(scene.run(computed, 18, scene.rows).saves)) == 4
 
 
-def test_what_we_have_loaded_is_no_other_connectors() -> None:
-    scene = Scene(others=True)
+def test_what_we_have_loaded_is_no_other_connectors(clock: SimulatedClock) -> None:
+    scene = Scene(clock, others=True)
     scene.keep(TOKENS[:SIZE])
     new = request(TOKENS)
     assert scene.admit(new) == SIZE
     assert len(moved(scene.run(new, 14, scene.rows).saves)) == 3
 
 
-def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours() -> None:
-    scene = Scene(others=True)
+def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours(clock: SimulatedClock) -> None:
+    scene = Scene(clock, others=True)
     foreign, other = request(TOKENS, "foreign"), request([*range(50, 70)], "other")
     scene.admit(foreign)
     foreign.num_computed_tokens = SIZE
@@ -136,9 +153,9 @@ def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours() -> None:
     assert scene.run(other, 16, scene.rows).saves == []
 
 
-def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_place() -> None:
+def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_place(clock: SimulatedClock) -> None:
     """A running request continues with other weights, and its later blocks depend on the earlier KV."""
-    scene = Scene()
+    scene = Scene(clock)
     scene.keep(TOKENS)
     new, waiting = adapted(TOKENS, "same"), adapted(TOKENS, "same")
     new.lora_request, waiting.request_id = SimpleNamespace(lora_int_id=7), "waiting"
@@ -158,15 +175,15 @@ def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_plac
 # Weights that were changed in place
 
 
-def test_workers_look_at_all_weights_once_they_are_in_doubt() -> None:
-    scene = Scene()
+def test_workers_look_at_all_weights_once_they_are_in_doubt(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     assert [scene.step({}).verify for _ in range(2)] == [False, False]
     scene.side.doubt(waits=False)
     assert [scene.step({}).verify for _ in range(2)] == [True, False]
 
 
-def test_promises_that_cannot_be_broken_wait_for_that() -> None:
-    scene = Scene()
+def test_promises_that_cannot_be_broken_wait_for_that(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     scene.side.doubt(waits=True)
     assert scene.side.matched_tokens(request(TOKENS), 0) is None
@@ -177,8 +194,8 @@ def test_promises_that_cannot_be_broken_wait_for_that() -> None:
     assert scene.matched(request(TOKENS), 0) == 16
 
 
-def test_each_start_anew_is_another_epoch_and_news_of_an_old_one_starts_nothing() -> None:
-    scene = Scene()
+def test_each_start_anew_is_another_epoch_and_news_of_an_old_one_starts_nothing(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     assert scene.step({}).epoch == 0
     assert scene.side.reported(WeightsReport(changed=0))
     scene.side.start_anew()
@@ -187,20 +204,20 @@ def test_each_start_anew_is_another_epoch_and_news_of_an_old_one_starts_nothing(
     assert scene.side.reported(WeightsReport(changed=1))
 
 
-def test_a_step_is_confirmed_when_all_ranks_have_looked_and_seen_nothing() -> None:
-    scene = Scene(confirms=True)
+def test_a_step_is_confirmed_when_all_ranks_have_looked_and_seen_nothing(clock: SimulatedClock) -> None:
+    scene = Scene(clock, confirms=True)
     assert scene.step({}).confirmed == 0
     scene.side.reported(WeightsReport(looked=1))
     assert scene.step({}).confirmed == 1
     scene.side.reported(WeightsReport(changed=0, looked=2))
     assert scene.step({}).confirmed == 1
-    assert Scene().step({}).confirmed is None
+    assert Scene(clock).step({}).confirmed is None
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_a_save_says_which_step_was_the_last_to_compute_of_it(others: int) -> None:
+def test_a_save_says_which_step_was_the_last_to_compute_of_it(clock: SimulatedClock, others: int) -> None:
     """The saves of an ended request do not wait for later steps of other requests."""
-    scene = Scene(batches=2)
+    scene = Scene(clock, batches=2)
     new = request(TOKENS[:7])
     scene.admit(new)
     assert [moves.step for moves in scene.run(new, 7, scene.rows).saves] == [1]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
 
 import pytest
 
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
 
+if TYPE_CHECKING:
+    from ucm.testing.clock import SimulatedClock
+
 # Lookup
 
 
-def test_a_request_waits_until_its_inputs_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, new = Scene(), request(TOKENS, unread=True)
+def test_a_request_waits_until_its_inputs_are_hashed(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, new = Scene(clock), request(TOKENS, unread=True)
     scene.keep(TOKENS)
     of = create_autospec(scene.keys.of, side_effect=scene.keys.of)
     monkeypatch.setattr(scene.keys, "of", of)
@@ -26,30 +28,34 @@ def test_a_request_waits_until_its_inputs_are_hashed(monkeypatch: pytest.MonkeyP
     assert scene.matched(new) == 16
 
 
-def test_a_request_that_ends_before_its_inputs_are_hashed_saves_nothing() -> None:
-    scene, new = Scene(), request(TOKENS, unread=True)
+def test_a_request_that_ends_before_its_inputs_are_hashed_saves_nothing(clock: SimulatedClock) -> None:
+    scene, new = Scene(clock), request(TOKENS, unread=True)
     assert scene.side.matched_tokens(new, 0) is None
     scene.side.finished(new)
     assert not scene.step({}).late_saves
 
 
-def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, new = Scene(), request(TOKENS)
+def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, new = Scene(clock), request(TOKENS)
     scene.side.matched_tokens(new, 0)
     scene.side.exclude(new)
     monkeypatch.setattr(scene.keys, "is_ready", create_autospec(scene.keys.is_ready, side_effect=AssertionError))
     assert scene.side.matched_tokens(new, 0) == 0
 
 
-def test_vllm_that_asks_once_only_gets_its_answer() -> None:
+def test_vllm_that_asks_once_only_gets_its_answer(clock: SimulatedClock) -> None:
     """Before 0.10.2: the inputs are hashed while the scheduler waits."""
-    scene = Scene(asks_again=False)
+    scene = Scene(clock, asks_again=False)
     scene.keep(TOKENS)
     assert scene.side.matched_tokens(request(TOKENS, unread=True), 0) == 16
 
 
-def test_an_idle_engine_waits_for_inputs_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene()
+def test_an_idle_engine_waits_for_inputs_but_not_for_long(
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(clock)
     waited = create_autospec(scene.keys.wait)
     monkeypatch.setattr(scene.keys, "wait", waited)
     scene.side.matched_tokens(request(TOKENS, unread=True), 0)
@@ -58,8 +64,8 @@ def test_an_idle_engine_waits_for_inputs_but_not_for_long(monkeypatch: pytest.Mo
     assert 0 < seconds < 0.1
 
 
-def test_the_whole_blocks_that_the_store_has_are_found() -> None:
-    scene = Scene()
+def test_the_whole_blocks_that_the_store_has_are_found(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     assert scene.matched(request(TOKENS, "none"), 0) == 0
     scene.keep(TOKENS[:8])
     assert scene.matched(request(TOKENS, "two"), 0) == 8
@@ -68,8 +74,8 @@ def test_the_whole_blocks_that_the_store_has_are_found() -> None:
     assert scene.counted.calls == [(18, 0), (18, 8), (14, 4), (10, 0)]
 
 
-def test_the_last_token_is_computed() -> None:
-    scene = Scene()
+def test_the_last_token_is_computed(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     assert scene.matched(request(TOKENS[:16], "on the boundary"), 0) == 12
     assert scene.matched(request(TOKENS[:17], "one beyond"), 0) == 16
@@ -77,46 +83,46 @@ def test_the_last_token_is_computed() -> None:
     assert scene.matched(request(TOKENS[:1], "one token"), 0) == 0
 
 
-def test_a_gap_ends_a_hit() -> None:
-    scene = Scene()
+def test_a_gap_ends_a_hit(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     chain = scene.keep(TOKENS)
     scene.store.keys.discard(chain[2])
     assert scene.matched(request(TOKENS, "from the start"), 0) == 8
     assert scene.matched(request(TOKENS, "behind it"), 12) == 4
 
 
-def test_every_rank_must_have_a_block() -> None:
-    scene = Scene(ranks=2)
+def test_every_rank_must_have_a_block(clock: SimulatedClock) -> None:
+    scene = Scene(clock, ranks=2)
     scene.keep(TOKENS)
     assert scene.matched(request(TOKENS), 0) == 16
-    scene = Scene(ranks=2)
+    scene = Scene(clock, ranks=2)
     scene.keep(TOKENS)
     scene.stores[0][1].keys.difference_update(scene.keys.chain(TOKENS, SIZE)[1:])
     assert scene.matched(request(TOKENS, "again"), 0) == 4
 
 
 @pytest.mark.parametrize(("ratio", "hit"), [(1.0, 16), (0.9, 16), (0.5, 8), (0.1, 0)])
-def test_the_share_of_a_request_that_may_come_from_caches(ratio: float, hit: int) -> None:
-    scene = Scene(hit_ratio=ratio)
+def test_the_share_of_a_request_that_may_come_from_caches(clock: SimulatedClock, ratio: float, hit: int) -> None:
+    scene = Scene(clock, hit_ratio=ratio)
     scene.keep(TOKENS)
     assert scene.matched(request(TOKENS), 0) == hit
 
 
-def test_short_hits_are_left_alone() -> None:
-    scene = Scene(min_hit_tokens=8)
+def test_short_hits_are_left_alone(clock: SimulatedClock) -> None:
+    scene = Scene(clock, min_hit_tokens=8)
     scene.keep(TOKENS[:8])
     assert scene.matched(request(TOKENS, "long enough"), 0) == 8
     assert scene.matched(request(TOKENS, "too short"), 4) == 0
 
 
-def test_a_draft_model_computes_the_last_block_of_a_hit() -> None:
-    scene = Scene(drops_last_block=True)
+def test_a_draft_model_computes_the_last_block_of_a_hit(clock: SimulatedClock) -> None:
+    scene = Scene(clock, drops_last_block=True)
     scene.keep(TOKENS[:12])
     assert scene.matched(request(TOKENS), 0) == 8
 
 
-def test_a_window_that_reaches_back_from_there_is_looked_at_anew() -> None:
-    scene = Scene(None, 6, drops_last_block=True)
+def test_a_window_that_reaches_back_from_there_is_looked_at_anew(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, 6, drops_last_block=True)
     scene.keep(TOKENS[:16])
     scene.stores[1][0].keys.update(scene.keys.chain(TOKENS[:16], SIZE)[2:])
     new = request(TOKENS)
@@ -139,15 +145,15 @@ def test_a_window_that_reaches_back_from_there_is_looked_at_anew() -> None:
     ],
     ids=str,
 )
-def test_requests_whose_every_token_must_be_computed(more: dict[str, Any]) -> None:
-    scene = Scene()
+def test_requests_whose_every_token_must_be_computed(clock: SimulatedClock, more: dict[str, Any]) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     assert scene.matched(request(TOKENS, "plain"), 0) == 16
     assert scene.matched(request(TOKENS, "special", **more), 0) == 0
 
 
-def test_roles() -> None:
-    writes, reads = Scene(loads=False), Scene(saves=False)
+def test_roles(clock: SimulatedClock) -> None:
+    writes, reads = Scene(clock, loads=False), Scene(clock, saves=False)
     writes.keep(TOKENS)
     reads.keep(TOKENS[:8])
     assert writes.matched(request(TOKENS, "writes"), 0) == 0
@@ -156,8 +162,8 @@ def test_roles() -> None:
     assert reads.run(new, 10, reads.rows).saves == []
 
 
-def test_what_the_engine_itself_has_is_another_question() -> None:
-    scene = Scene()
+def test_what_the_engine_itself_has_is_another_question(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     new = request(TOKENS)
     assert scene.matched(new, 0) == 16
@@ -170,8 +176,8 @@ def test_what_the_engine_itself_has_is_another_question() -> None:
 # While a lookup is pending
 
 
-def test_the_outcome_is_asked_for_again() -> None:
-    scene = Scene()
+def test_the_outcome_is_asked_for_again(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     scene.store.answers.clear()
     new = request(TOKENS)
@@ -182,8 +188,8 @@ def test_the_outcome_is_asked_for_again() -> None:
     assert scene.counted.calls == [(18, 16)]
 
 
-def test_a_request_that_needs_nothing_waits_for_nobody() -> None:
-    scene = Scene()
+def test_a_request_that_needs_nothing_waits_for_nobody(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.store.answers.clear()
     assert scene.side.matched_tokens(request(TOKENS, "looked up"), 0) is None
     assert scene.side.matched_tokens(request(TOKENS, "has all"), 16) == 0
@@ -194,8 +200,8 @@ def test_a_request_that_needs_nothing_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "other blocks", "anew"])
-def test_a_lookup_that_nobody_wants_any_more_keeps_nothing(how: str) -> None:
-    scene = Scene()
+def test_a_lookup_that_nobody_wants_any_more_keeps_nothing(clock: SimulatedClock, how: str) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     scene.store.answers.clear()
     new = request(TOKENS)
@@ -214,8 +220,8 @@ def test_a_lookup_that_nobody_wants_any_more_keeps_nothing(how: str) -> None:
     assert scene.used == 0
 
 
-def test_a_preempted_request_is_looked_up_again() -> None:
-    scene = Scene()
+def test_a_preempted_request_is_looked_up_again(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     new = request(TOKENS)
     assert scene.admit(new) == 16
@@ -225,8 +231,8 @@ def test_a_preempted_request_is_looked_up_again() -> None:
     assert len(moved(scene.run(new, 2, scene.rows).loads)) == 4
 
 
-def test_an_idle_engine_waits_for_a_lookup_but_not_for_long() -> None:
-    scene = Scene()
+def test_an_idle_engine_waits_for_a_lookup_but_not_for_long(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     scene.store.answers.clear()
     new = request(TOKENS)
@@ -236,8 +242,8 @@ def test_an_idle_engine_waits_for_a_lookup_but_not_for_long() -> None:
     assert scene.matched(new, 0) == 16
 
 
-def test_an_idle_engine_checks_its_weights_once_while_a_lookup_runs() -> None:
-    scene = Scene()
+def test_an_idle_engine_checks_its_weights_once_while_a_lookup_runs(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     scene.store.answers.clear()
     new = request(TOKENS)
@@ -251,8 +257,8 @@ def test_an_idle_engine_checks_its_weights_once_while_a_lookup_runs() -> None:
     assert scene.matched(new, 0) == 16
 
 
-def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment() -> None:
-    scene = Scene(asks_again=False)
+def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment(clock: SimulatedClock) -> None:
+    scene = Scene(clock, asks_again=False)
     scene.keep(TOKENS)
     assert scene.side.matched_tokens(request(TOKENS), 0) == 16
     scene.store.answers.clear()
@@ -263,8 +269,8 @@ def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment() -> None:
 # Loads
 
 
-def test_what_was_found_is_loaded_into_the_blocks_behind_the_computed_ones() -> None:
-    scene = Scene()
+def test_what_was_found_is_loaded_into_the_blocks_behind_the_computed_ones(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     chain = scene.keep(TOKENS[:12])
     new = request(TOKENS)
     assert scene.admit(new, computed=4, had=[70]) == 8
@@ -276,8 +282,8 @@ def test_what_was_found_is_loaded_into_the_blocks_behind_the_computed_ones() -> 
     assert scene.run(new, 1).loads == []
 
 
-def test_a_request_may_wait_for_its_load_between_steps() -> None:
-    scene = Scene()
+def test_a_request_may_wait_for_its_load_between_steps(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     chain = scene.keep(TOKENS[:8])
     new = request(TOKENS)
     assert scene.admit(new) == 8
@@ -293,9 +299,9 @@ def test_a_request_may_wait_for_its_load_between_steps() -> None:
     assert not second.idle
 
 
-def test_a_load_that_brought_nothing_is_not_tried_again() -> None:
+def test_a_load_that_brought_nothing_is_not_tried_again(clock: SimulatedClock) -> None:
     """vLLM frees the blocks and asks again; a block that always fails would make the request wait for ever."""
-    scene = Scene()
+    scene = Scene(clock)
     scene.keep(TOKENS)
     new = request(TOKENS)
     assert scene.admit(new) == 16
@@ -309,8 +315,8 @@ def test_a_load_that_brought_nothing_is_not_tried_again() -> None:
     assert scene.matched(new, 0) == 16
 
 
-def test_several_groups_load_what_each_still_reads() -> None:
-    scene = Scene(None, 6)
+def test_several_groups_load_what_each_still_reads(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, 6)
     chain = scene.keep(TOKENS[:16])
     scene.keep(TOKENS[:16], group=1)
     new = request(TOKENS)
@@ -322,8 +328,8 @@ def test_several_groups_load_what_each_still_reads() -> None:
     assert plan.loads[1].block_ids == scene.rows[1][2:4]
 
 
-def test_requests_that_load_are_left_room_for_the_rest_of_their_blocks() -> None:
-    scene = Scene(room=12)
+def test_requests_that_load_are_left_room_for_the_rest_of_their_blocks(clock: SimulatedClock) -> None:
+    scene = Scene(clock, room=12)
 
     def room_for(new: Any) -> int | None:
         scene.side.matched_tokens(new, 0)
@@ -351,8 +357,8 @@ def test_requests_that_load_are_left_room_for_the_rest_of_their_blocks() -> None
     assert scene.matched(fourth, 0) == 16
 
 
-def test_small_requests_that_load_do_not_keep_a_large_one_waiting_for_ever() -> None:
-    scene = Scene(room=12)
+def test_small_requests_that_load_do_not_keep_a_large_one_waiting_for_ever(clock: SimulatedClock) -> None:
+    scene = Scene(clock, room=12)
     scene.keep(TOKENS)
 
     def loading(name: str) -> Any:
@@ -363,10 +369,10 @@ def test_small_requests_that_load_do_not_keep_a_large_one_waiting_for_ever() -> 
 
     first, second = loading("first"), loading("second")
     large, small = request(TOKENS * 2, "large"), request(TOKENS[:9], "small")
-    until = time.monotonic() + 60
-    while scene.side._first != "large":
-        assert scene.side.matched_tokens(large, 0) is None
-        assert time.monotonic() < until
+    assert scene.side.matched_tokens(large, 0) is None
+    clock.run_until_idle()
+    assert scene.side.matched_tokens(large, 0) is None
+    assert scene.side._first == "large"
     scene.side.matched_tokens(small, 0)
     lookup = scene.side._requests["small"].lookup
     assert lookup is not None
@@ -380,8 +386,8 @@ def test_small_requests_that_load_do_not_keep_a_large_one_waiting_for_ever() -> 
     assert scene.side.matched_tokens(small, 0) == 8
 
 
-def test_one_that_waits_alone_may_need_all_there_is() -> None:
-    scene = Scene(room=1)
+def test_one_that_waits_alone_may_need_all_there_is(clock: SimulatedClock) -> None:
+    scene = Scene(clock, room=1)
     scene.keep(TOKENS)
     assert scene.matched(request(TOKENS), 0) == 16
 
@@ -389,8 +395,8 @@ def test_one_that_waits_alone_may_need_all_there_is() -> None:
 # Staging
 
 
-def test_what_is_promised_was_verified_and_stays_until_it_is_loaded() -> None:
-    scene = Scene(None, 6, batches=2)
+def test_what_is_promised_was_verified_and_stays_until_it_is_loaded(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, 6, batches=2)
     chain = scene.keep(TOKENS[:16])
     scene.keep(TOKENS[:16], group=1)
     new = request(TOKENS)
@@ -408,8 +414,8 @@ def test_what_is_promised_was_verified_and_stays_until_it_is_loaded() -> None:
     assert scene.used == 0
 
 
-def test_a_damaged_block_is_not_promised() -> None:
-    scene = Scene()
+def test_a_damaged_block_is_not_promised(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     chain = scene.keep(TOKENS)
     scene.store.damaged.add(chain[2])
     assert scene.matched(request(TOKENS), 0) == 8
@@ -418,8 +424,8 @@ def test_a_damaged_block_is_not_promised() -> None:
     assert scene.counted.failures == ["load.corrupt"]
 
 
-def test_what_is_not_loaded_is_let_go() -> None:
-    scene = Scene()
+def test_what_is_not_loaded_is_let_go(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     scene.keep(TOKENS)
     new = request(TOKENS, "ends while it waits")
     assert scene.matched(new, 0) == 16
@@ -429,7 +435,7 @@ def test_what_is_not_loaded_is_let_go() -> None:
     assert scene.matched(other, 0) == 16
     scene.give(other, 0, 0)
     assert scene.used == 0
-    short = Scene(min_hit_tokens=100)
+    short = Scene(clock, min_hit_tokens=100)
     short.keep(TOKENS)
     assert short.matched(request(TOKENS, "too short a hit"), 0) == 0
     assert short.store.read == []

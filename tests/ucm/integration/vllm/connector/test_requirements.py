@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     LoadPolicy,
     batches_in_flight,
     drafts_look_ahead,
@@ -18,6 +17,7 @@ from ucm.integration.vllm.compat import (
     ranks,
     runs_micro_batches,
 )
+from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector import failures
 from ucm.integration.vllm.connector.failures import (
     UnsupportedModelError,
@@ -84,6 +84,13 @@ class Reaches(Piecewise):
         raise NotImplementedError(pool)
 
 
+class Transfers(Reaches):
+    """Since 0.30.0."""
+
+    def get_transfer_results(self, finished: set[str]) -> object:
+        raise NotImplementedError(finished)
+
+
 WITHIN = LoadPolicy(between_steps=False)
 
 
@@ -94,12 +101,23 @@ WITHIN = LoadPolicy(between_steps=False)
         (Reports, LoadPolicy(between_steps=True, reloads_preempted=False)),
         (Piecewise, LoadPolicy(between_steps=True, background=True, reloads_preempted=False)),
         (Reaches, LoadPolicy(between_steps=True, background=True)),
+        (Transfers, LoadPolicy(between_steps=True, background=True)),
     ],
 )
 def test_loads_are_made_between_steps_where_vllm_mends_those(base: type, expected: LoadPolicy) -> None:
-    assert load_policy(base, 1, "direct") == expected
-    assert load_policy(base, 2, "direct") == WITHIN
-    assert load_policy(base, 1, "layerwise") == WITHIN
+    assert load_policy(base, [None], "direct") == expected
+    assert load_policy(base, [None, 64], "direct") == WITHIN
+    assert load_policy(base, [None], "layerwise") == WITHIN
+
+
+def test_loads_of_a_window_alone_fail_as_a_whole_or_must_not_fail() -> None:
+    """vLLM would compute the tokens from a failed block on, from blocks before it that were never loaded."""
+    for older in (Old, Reports, Piecewise, Reaches):
+        assert load_policy(older, [64], "direct") == WITHIN
+    whole = LoadPolicy(between_steps=True, background=True, fails_whole=True)
+    assert load_policy(Transfers, [64], "direct") == whole
+    assert load_policy(Transfers, [64], "layerwise") == WITHIN
+    assert load_policy(Transfers, [64, 32], "direct") == WITHIN
 
 
 def test_micro_batches() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import threading
-import time
 import weakref
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
@@ -21,6 +19,8 @@ from ucm.store.factory import open_store
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from ucm.testing.clock import SimulatedClock
 
 GEOMETRY = BlockGeometry((4096,) * 4, b"0123456789abcdef")
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(6)]
@@ -118,10 +118,9 @@ def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
 
 
 @pytest.fixture
-def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver]:
-    monkeypatch.setattr(saving, "KEEP_SECONDS", 0.05)
-    store = open_store(StoreConfig(directories=(str(tmp_path),)), "saver", GEOMETRY)
-    made = Saver(store, 1 << 30)
+def saver(tmp_path: Path, clock: SimulatedClock) -> Iterator[Saver]:
+    store = open_store(StoreConfig(directories=(str(tmp_path),)), "saver", GEOMETRY, clock=clock)
+    made = Saver(store, 1 << 30, clock=clock)
     yield made
     made.close()
     store.close()
@@ -139,19 +138,21 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
     return task, weakref.ref(rows[0][1].obj)
 
 
-def until_nothing_is_held(saver: Saver) -> None:
-    end = time.monotonic() + 20
-    while saver._room.held_bytes or saver._thread:
-        assert time.monotonic() < end, saver._room.held_bytes
-        time.sleep(0.01)
+def until_nothing_is_held(clock: SimulatedClock, saver: Saver) -> None:
+    """Let as much time pass as unused memory is kept at most."""
+    clock.advance(saving.KEEP_SECONDS - 0.001)
+    assert saver._room.held_bytes
+    clock.advance(saving.KEEP_SECONDS + 0.001)
+    assert saver._room.held_bytes == 0
+    assert "ucm-free" not in clock.alive
 
 
-def test_an_engine_without_requests_gives_its_memory_back(saver: Saver) -> None:
+def test_an_engine_without_requests_gives_its_memory_back(clock: SimulatedClock, saver: Saver) -> None:
     for number in range(3):  # the thread ends with the memory, and starts again
         task, memory = save(saver)
         assert saver._room.held_bytes
         assert memory() is not None
-        until_nothing_is_held(saver)
+        until_nothing_is_held(clock, saver)
         assert memory() is None
         assert saver.waiting_bytes == 0
         assert saver.check(task)
@@ -159,14 +160,14 @@ def test_an_engine_without_requests_gives_its_memory_back(saver: Saver) -> None:
         saver.wait(saver.commit(saver.begin_commit(KEYS[:1])))
 
 
-def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(saver: Saver) -> None:
+def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(clock: SimulatedClock, saver: Saver) -> None:
     task, _ = save(saver)
     saver.wait(task)
     gone = weakref.ref(task)
     del task
     gc.collect()
     assert gone() is None
-    until_nothing_is_held(saver)
+    until_nothing_is_held(clock, saver)
 
 
 @pytest.mark.parametrize("call", ["save", "check", "wait"])
@@ -196,20 +197,46 @@ def test_blocks_that_a_store_cannot_commit_or_discard_fail(saver: Saver, call: s
     saver.discard(KEYS[:2])
 
 
+@pytest.mark.parametrize("answers", [True, False])
 def test_closing_waits_for_the_thread_because_the_store_is_closed_next(
-    saver: Saver, monkeypatch: pytest.MonkeyPatch
+    clock: SimulatedClock, saver: Saver, monkeypatch: pytest.MonkeyPatch, *, answers: bool
 ) -> None:
-    checks, entered = [], threading.Event()
+    checks, takes = [], 3.0 if answers else 3600.0
 
     def check(task: Task) -> bool:
         checks.append(task)
-        entered.set()
-        time.sleep(0.2)
+        clock.sleep(takes)
         return False
 
     monkeypatch.setattr(saver._store, "check", check)
     tasks = [save(saver) for _ in range(3)]
-    assert entered.wait(20)
+    clock.advance(saving.KEEP_SECONDS)
+    begun = clock.monotonic()
     saver.close()
-    assert not any(thread.name == "ucm-free" for thread in threading.enumerate())
-    assert len(checks) < len(tasks)
+    assert clock.monotonic() - begun == (takes if answers else saving.CLOSE_SECONDS)
+    assert ("ucm-free" in clock.alive) == (not answers)
+    assert (len(checks), len(tasks)) == (1, 3)
+
+
+def test_a_store_that_does_not_answer_keeps_no_thread_waiting_for_another(
+    clock: SimulatedClock, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that frees memory is stuck in the store; the engine's step goes on."""
+    answer, real = clock.event(), saver._store.check
+
+    def check(task: Task) -> bool:
+        answer.wait()
+        return real(task)
+
+    monkeypatch.setattr(saver._store, "check", check)
+    task, _ = save(saver)
+    clock.advance(saving.KEEP_SECONDS)
+    monkeypatch.setattr(saver._store, "check", real)
+    begun = clock.monotonic()
+    assert not saver.check(task), "another thread asks the store"
+    other, _ = save(saver)
+    assert list(saver.wait(other).done) == KEYS[:1]
+    assert clock.monotonic() == begun
+    answer.set()
+    assert list(saver.wait(task).done) == KEYS[:1]
+    assert saver.check(task)

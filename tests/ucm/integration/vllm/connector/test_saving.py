@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
 
@@ -11,9 +10,11 @@ from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, move
 if TYPE_CHECKING:
     import pytest
 
+    from ucm.testing.clock import SimulatedClock
 
-def test_blocks_are_saved_with_the_step_that_fills_them() -> None:
-    scene = Scene()
+
+def test_blocks_are_saved_with_the_step_that_fills_them(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     new = request(TOKENS)
     scene.admit(new)
     chain, blocks = scene.keys.chain(TOKENS, SIZE), scene.rows[0]
@@ -23,17 +24,17 @@ def test_blocks_are_saved_with_the_step_that_fills_them() -> None:
     assert moved(scene.run(new, 2).saves) == []
 
 
-def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
+def test_a_token_that_is_not_known_yet_fills_no_block(clock: SimulatedClock) -> None:
     """Asynchronous scheduling computes tokens before the scheduler knows their values."""
-    scene = Scene(batches=2)
+    scene = Scene(clock, batches=2)
     new = scene.run_ahead()
     new.output.append(7)
     key = scene.keys.chain(TOKENS[:8], SIZE)[1]
     assert moved(scene.run(new, 1).saves) == [(key, scene.rows[0][1])]
 
 
-def test_a_request_that_ends_has_its_last_blocks_saved_later() -> None:
-    scene = Scene(batches=2)
+def test_a_request_that_ends_has_its_last_blocks_saved_later(clock: SimulatedClock) -> None:
+    scene = Scene(clock, batches=2)
     new = scene.run_ahead()
     new.output.append(7)
     scene.side.finished(new)
@@ -42,8 +43,8 @@ def test_a_request_that_ends_has_its_last_blocks_saved_later() -> None:
     assert scene.step({}).late_saves == []
 
 
-def test_but_not_from_a_block_that_was_given_away() -> None:
-    scene = Scene(batches=2)
+def test_but_not_from_a_block_that_was_given_away(clock: SimulatedClock) -> None:
+    scene = Scene(clock, batches=2)
     new = scene.run_ahead()
     new.output.append(7)
     scene.side.finished(new)
@@ -52,8 +53,8 @@ def test_but_not_from_a_block_that_was_given_away() -> None:
     assert scene.counted.failures == ["save.other"]
 
 
-def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
-    scene = Scene(batches=2)
+def test_a_block_that_was_given_away_costs_no_other_of_its_request(clock: SimulatedClock) -> None:
+    scene = Scene(clock, batches=2)
     new = request(TOKENS[:12])
     scene.admit(new)
     scene.step({}, [(new, scene.rows)])
@@ -66,9 +67,9 @@ def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
     assert scene.counted.failures == ["save.other"]
 
 
-def test_nothing_is_found_or_saved_until_it_is_known_whose_blocks_these_are() -> None:
+def test_nothing_is_found_or_saved_until_it_is_known_whose_blocks_these_are(clock: SimulatedClock) -> None:
     """Blocks computed by then are saved then."""
-    scene = Scene(begins=False)
+    scene = Scene(clock, begins=False)
     scene.keep(TOKENS)
     new = request(TOKENS)
     assert scene.admit(new) == 0
@@ -82,8 +83,8 @@ def test_nothing_is_found_or_saved_until_it_is_known_whose_blocks_these_are() ->
     assert scene.matched(request(TOKENS, "later"), 0) == 16
 
 
-def test_a_key_is_saved_once_in_a_step() -> None:
-    scene = Scene()
+def test_a_key_is_saved_once_in_a_step(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     first, second = request(TOKENS, "first"), request(TOKENS, "second")
     rows = {}
     for new in (first, second):
@@ -94,8 +95,8 @@ def test_a_key_is_saved_once_in_a_step() -> None:
     assert moved(plan.saves) == list(zip(chain[:2], rows["first"][0][:2], strict=True))
 
 
-def test_generated_tokens_may_be_left_out() -> None:
-    scene = Scene(save_decode_blocks=False)
+def test_generated_tokens_may_be_left_out(clock: SimulatedClock) -> None:
+    scene = Scene(clock, save_decode_blocks=False)
     new = request(TOKENS[:7])
     new.output += TOKENS[7:]
     scene.admit(new)
@@ -103,24 +104,24 @@ def test_generated_tokens_may_be_left_out() -> None:
     assert moved(scene.run(new, 18, scene.rows).saves) == [(chain[0], scene.rows[0][0])]
 
 
-def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up() -> None:
+def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up(clock: SimulatedClock) -> None:
     """For instance tokens generated under a method with dense prompts, even after a preemption."""
-    scene = Scene(lasting_tokens=lambda prompt: prompt)
+    scene = Scene(clock, lasting_tokens=lambda prompt: prompt)
     new = request(TOKENS[:7])
     new.output += TOKENS[7:]
     chain = scene.keep(TOKENS)
     assert scene.admit(new) == SIZE
     scene.store.keys.clear()
-    scene = Scene(lasting_tokens=lambda prompt: prompt)
+    scene = Scene(clock, lasting_tokens=lambda prompt: prompt)
     scene.admit(new)
     assert moved(scene.run(new, 18, scene.rows).saves) == [(chain[0], scene.rows[0][0])]
     scene.side.finished(new)
     assert moved(scene.step({}).late_saves) == []
 
 
-def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_a_lasting_block_is_not_named(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's hashes of its blocks do not show how those of other requests are made."""
-    scene = Scene(lasting_tokens=lambda prompt: prompt)
+    scene = Scene(clock, lasting_tokens=lambda prompt: prompt)
     new = request(TOKENS[: SIZE - 1])
     scene.admit(new)
     new.output += TOKENS[SIZE - 1 :]
@@ -131,20 +132,54 @@ def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.Monk
     named.assert_not_called()
 
 
-def test_what_the_engine_had_is_saved_if_the_store_has_it_not() -> None:
-    scene = Scene()
+def test_what_the_engine_had_is_saved_if_the_store_has_it_not(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     chain = scene.keys.chain(TOKENS, SIZE)
     new = request(TOKENS)
     scene.admit(new, computed=8, had=[70, 71])
     assert moved(scene.run(new, 4, scene.rows).saves) == [(chain[2], scene.rows[0][2])]
-    until = time.monotonic() + 60
-    while not (saves := moved(scene.step({"r": 0}).saves)):
-        assert time.monotonic() < until
-    assert saves == [(chain[0], 70), (chain[1], 71), (chain[2], scene.rows[0][2])]
+    clock.run_until_idle()
+    assert moved(scene.step({"r": 0}).saves) == [(chain[0], 70), (chain[1], 71), (chain[2], scene.rows[0][2])]
 
 
-def test_what_the_engine_had_is_not_saved_again() -> None:
-    scene = Scene()
+def test_a_prefix_with_a_gap_is_saved_from_the_gap_on(clock: SimulatedClock) -> None:
+    """Its last block alone does not show what was evicted before it."""
+    scene = Scene(clock)
+    chain = scene.keep(TOKENS[:12])
+    scene.store.keys.discard(chain[1])
+    new = request(TOKENS)
+    scene.admit(new, computed=12, had=[70, 71, 72])
+    scene.run(new, 4, scene.rows)
+    clock.run_until_idle()
+    assert moved(scene.step({"r": 0}).saves)[:2] == [(chain[1], 71), (chain[2], 72)]
+
+
+def test_what_the_engine_had_and_what_it_loads_is_renewed_as_a_whole(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
+    chain = scene.keep(TOKENS)
+    scene.admit(request(TOKENS), computed=8, had=[70, 71])
+    clock.run_until_idle()
+    assert scene.store.renewed == [chain]
+
+
+def test_a_chain_that_grows_for_long_is_renewed_in_each_span(clock: SimulatedClock) -> None:
+    scene = Scene(clock, touch_seconds=60.0)
+    clock.advance(60.0 - clock.time() % 60.0)
+    new = request(TOKENS)
+    chain = scene.keep(TOKENS[:8])
+    scene.admit(new, computed=8, had=[70, 71])
+    scene.run(new, 4, scene.rows)
+    clock.run_until_idle()
+    assert scene.store.renewed == [chain[:2]]
+    new.num_computed_tokens = 12
+    clock.advance(60.0)
+    scene.step({"r": 4})
+    clock.run_until_idle()
+    assert scene.store.renewed == [chain[:2], scene.keys.chain(TOKENS, SIZE)[:3]]
+
+
+def test_what_the_engine_had_is_not_saved_again(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     chain = scene.keep(TOKENS[:8])
     new = request(TOKENS)
     scene.admit(new, computed=8, had=[70, 71])
@@ -153,8 +188,8 @@ def test_what_the_engine_had_is_not_saved_again() -> None:
     assert moved(scene.run(new, 4, scene.rows).saves) == [(expected, scene.rows[0][2])]
 
 
-def test_what_is_computed_again_is_saved_again() -> None:
-    scene = Scene()
+def test_what_is_computed_again_is_saved_again(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
     new = request(TOKENS)
     scene.admit(new)
     scene.run(new, 16, scene.rows)
@@ -163,8 +198,8 @@ def test_what_is_computed_again_is_saved_again() -> None:
     assert moved(scene.run(new, 8).saves) == [(chain[1], blocks[1]), (chain[2], blocks[2])]
 
 
-def test_a_window_saves_what_has_not_slid_out_of_it() -> None:
-    scene = Scene(None, 6)
+def test_a_window_saves_what_has_not_slid_out_of_it(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, 6)
     new = request(TOKENS)
     scene.admit(new)
     scene.run(new, 3, scene.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+import os
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,11 @@ import pytest
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, write_model
 from tests.ucm.store.frozen import FrozenDirectory
 from tests.ucm.store.keys import key_file, secret
+from ucm.clock import SYSTEM
 from ucm.config import load
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
+from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import FileContents
 from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.connector.events import StoreEvents
@@ -26,16 +28,18 @@ from ucm.logger import get_logger
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockGeometry
 from ucm.store.factory import open_store
-from ucm.store.memory.slab import SlabReader
+from ucm.store.memory.slab import PAGE, SlabReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from ucm.clock import Clock
     from ucm.config.problems import Place
     from ucm.hashing.file_contents import Digests
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
 
 
 class Base:
@@ -66,7 +70,8 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     get_logger().removeHandler(caplog.handler)
 
 
-def create(
+def create(  # noqa: PLR0913 - what tests vary
+    clock: SimulatedClock,
     model: Path,
     directory: Path,
     connector: str = "direct",
@@ -76,12 +81,16 @@ def create(
     stuck_seconds: float = 10.0,
     ranks: int = 1,
     key: str | None = None,
+    capacity: str | None = None,
+    chunk_tokens: int = 0,
 ) -> SchedulerSide:
     """Create the scheduler side."""
     store = {"directories": str(directory / "store"), "stuck_seconds": stuck_seconds}
     if key is not None:
         store["authentication_key_file"] = key
-    extra = {"store": store, "connector": connector, "metrics": False}
+    if capacity is not None:
+        store["posix_capacity"] = capacity
+    extra = {"store": store, "connector": connector, "metrics": False, "chunk_tokens": chunk_tokens}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.scheduler_config = SimpleNamespace(async_scheduling=asynchronous)
     engine.parallel_config.tensor_parallel_size = ranks
@@ -91,7 +100,7 @@ def create(
     engine.cache_config.enable_prefix_caching = True
     group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=FullAttentionSpec())
     kv_cache = SimpleNamespace(num_blocks=9, kv_cache_groups=[group])
-    return SchedulerSide(engine, kv_cache, load_connector_config(extra), Base)
+    return SchedulerSide(engine, kv_cache, load_connector_config(extra, clock=clock), Base, clock=clock)
 
 
 @pytest.fixture
@@ -102,45 +111,44 @@ def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("later")
-def test_a_small_model_is_known_at_once(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_small_model_is_known_at_once(clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     log.set_level(logging.INFO, "ucm")
     model = write_model(tmp_path / "model")
     names = []
     for _ in range(2):
-        side = create(model, tmp_path)
+        side = create(clock, model, tmp_path)
         names.append(side.namespace)
         side.close()
     assert names[0] == names[1] != ""
     said = [text for text in log.messages if "weights were identified after" in text]
     assert ["GB read" in text for text in said] == [True, False]  # the second engine has it from the cache
     write_model(tmp_path / "model", b"W" + b"w" * 299_999)
-    side = create(model, tmp_path)
+    side = create(clock, model, tmp_path)
     assert side.namespace not in {*names, ""}
     side.close()
 
 
 @pytest.mark.usefixtures("later")
 def test_a_large_model_is_read_beside_the_engines_work(
-    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.set_level(logging.INFO, "ucm")
     monkeypatch.setattr(identity, "AT_ONCE", 0)
-    go_on, read = threading.Event(), FileContents.read
+    go_on, read = clock.event(), FileContents.read
 
     def slowly(self: FileContents, found: Digests) -> Digests:
         go_on.wait()
         return read(self, found)
 
     monkeypatch.setattr(FileContents, "read", slowly)
-    side = create(write_model(tmp_path / "model"), tmp_path)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     side.poll()
     assert side.namespace == ""
     assert list((tmp_path / "store").iterdir()) == []
     assert any("read in the background to identify them" in text for text in log.messages)
     go_on.set()
-    deadline = time.monotonic() + 60
-    while not side.namespace and time.monotonic() < deadline:
-        side.poll()
+    clock.advance(1.0)  # a file that was just written is read once its file system's clock has gone on
+    side.poll()
     assert side.namespace.startswith("model-")
     assert list((tmp_path / "store").iterdir()) != []
     side.close()
@@ -149,7 +157,7 @@ def test_a_large_model_is_read_beside_the_engines_work(
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("gone", [True, False])
 def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
-    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, gone: bool
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, gone: bool
 ) -> None:
     """Changed while they are read, or since the process started; in both cases the engine runs without the store."""
     model = write_model(tmp_path / "model")
@@ -163,7 +171,7 @@ def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
         monkeypatch.setattr(FileContents, "read", after_a_change)
     else:
         monkeypatch.setattr(identity, "process_started", lambda: time.time() - 3600)
-    side = create(model, tmp_path)
+    side = create(clock, model, tmp_path)
     assert side.namespace == ""
     warned = [text for text in log.messages if "saves nothing, because its weights cannot be identified" in text]
     assert len(warned) == 1
@@ -171,87 +179,90 @@ def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
 
 
 @pytest.mark.usefixtures("later")
-def test_an_engine_may_end_before_its_weights_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_end_before_its_weights_are_known(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading them would take longer than the test."""
     monkeypatch.setattr(identity, "AT_ONCE", 0)
     model = write_model(tmp_path / "model")
     with (model / "large.safetensors").open("wb") as file:
         file.truncate(1 << 40)
-    create(model, tmp_path).close()
+    create(clock, model, tmp_path).close()
 
 
 @pytest.mark.usefixtures("later")
-def test_an_engine_ends_beside_a_medium_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_ends_beside_a_medium_that_does_not_answer(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity, "AT_ONCE", 0)
-    monkeypatch.setattr(identity, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(sides, "CLOSE_SECONDS", 0.05)
-    asked, answers = threading.Event(), threading.Event()
+    answers = clock.event()
 
-    def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
-        asked.set()
+    def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None, *, clock: Clock = SYSTEM) -> KVStore:
         answers.wait()
-        return open_store(config, namespace, geometry)
+        return open_store(config, namespace, geometry, clock=clock)
 
     monkeypatch.setattr(sides, "open_store", late)
-    side = create(write_model(tmp_path / "model"), tmp_path)
-    assert asked.wait(60)
-    closing = threading.Thread(target=side.close)
-    closing.start()
-    closing.join(60)
-    ended = not closing.is_alive()
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
+    clock.advance(1.0)  # a file that was just written is read once its file system's clock has gone on
+    assert "ucm-identity" in clock.alive
+    begun = clock.monotonic()
+    side.close()
+    assert clock.monotonic() - begun == identity.CLOSE_SECONDS
     answers.set()
-    closing.join()
-    assert ended
+    clock.run_until_idle()
+    assert clock.alive == []
 
 
 @pytest.mark.usefixtures("later")
 def test_an_engine_starts_beside_a_directory_that_does_not_answer(
-    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "START_SECONDS", 0.05)
     model = write_model(tmp_path / "model")
-    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store"))
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store"), clock=clock)
     look = load.directory_problem
 
     def look_late(
         directory: Path, place: Place, written: object, trusted_group: str | int | None = None, *, make: bool = True
     ) -> ConfigError | None:
         frozen.thawed.wait()
-        time.sleep(0.5)  # the thread that opens the directory could be first
+        clock.sleep(1.0)  # the thread that opens the directory could be first
         return look(directory, place, written, trusted_group, make=make)
 
     monkeypatch.setattr(load, "directory_problem", look_late)
-    made: list[SchedulerSide] = []
-    starting = threading.Thread(target=lambda: made.append(create(model, tmp_path, stuck_seconds=1.0)), daemon=True)
-    starting.start()
-    starting.join(60)
-    assert made, "it waits for the directory"
-    [side] = made
+    begun = clock.monotonic()
+    side = create(clock, model, tmp_path, stuck_seconds=7.0)
+    assert clock.monotonic() - begun == 7.0 + identity.START_SECONDS
     side.poll()
     assert side.namespace == ""
     assert any("nothing is loaded or saved until they do" in text for text in log.messages)
     frozen.thawed.set()
-    deadline = time.monotonic() + 60
-    while not side.namespace and time.monotonic() < deadline:
-        side.poll()
+    clock.advance(0.5)
+    side.poll()
+    assert side.namespace == ""
+    clock.advance(0.5)
+    side.poll()
     assert side.namespace.startswith("model-")
     side.close()
 
 
 @pytest.mark.usefixtures("later")
-def test_a_store_that_cannot_be_opened_refuses_the_start_of_a_small_model(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_refuses_the_start_of_a_small_model(
+    clock: SimulatedClock, tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "model")
     (tmp_path / "store").mkdir()
     (tmp_path / "store").chmod(0o777)
     with pytest.raises(ConfigError, match="everybody may write"):
-        create(model, tmp_path)
+        create(clock, model, tmp_path)
 
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("requests_before", [0, 2])
-def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(tmp_path: Path, requests_before: int) -> None:
+def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(
+    clock: SimulatedClock, tmp_path: Path, requests_before: int
+) -> None:
     """A program that changes weights calls ``reset_prefix_cache``, which connectors are not notified of."""
-    side = create(write_model(tmp_path / "model"), tmp_path)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     step = SimpleNamespace(
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
@@ -272,8 +283,32 @@ def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(tmp_path: P
 
 
 @pytest.mark.usefixtures("later")
-def test_news_of_changed_weights_starts_anew(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path)
+def test_the_keys_hear_which_encodings_vllm_drops(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[list[str]] = []
+
+    def next_step(self: BlockKeys, freed_encodings: Sequence[str] = ()) -> None:
+        del self
+        heard.append(list(freed_encodings))
+
+    monkeypatch.setattr(BlockKeys, "next_step", next_step)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
+    step = SimpleNamespace(
+        num_scheduled_tokens={}, total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=[]
+    )
+    side.plan(step)
+    step.free_encoder_mm_hashes = ["x", "y"]
+    side.plan(step)
+    assert heard == [[], ["x", "y"]]
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_news_of_changed_weights_starts_anew(
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     side.reported(WeightsReport(looked=3))
     assert not any("not found by other engines" in text for text in log.messages)
     side.reported(WeightsReport(changed=0))
@@ -284,10 +319,10 @@ def test_news_of_changed_weights_starts_anew(tmp_path: Path, log: pytest.LogCapt
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("late", [True, False])
 def test_blocks_that_outlived_their_weights_in_vllms_cache_lose_the_names_they_were_saved_under(
-    tmp_path: Path, log: pytest.LogCaptureFixture, *, late: bool
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture, *, late: bool
 ) -> None:
     """With ``late``, requests ran between the change of the weights and the reset of the prefix cache."""
-    side = create(write_model(tmp_path / "model"), tmp_path)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     pool = SimpleNamespace(cached_block_hash_to_block={})
     side.bind(pool)
     started = []
@@ -303,8 +338,10 @@ def test_blocks_that_outlived_their_weights_in_vllms_cache_lose_the_names_they_w
 
 
 @pytest.mark.usefixtures("later")
-def test_what_vllm_takes_back_itself_may_be_announced_again_and_is_not_taken_back(tmp_path: Path) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path)
+def test_what_vllm_takes_back_itself_may_be_announced_again_and_is_not_taken_back(
+    clock: SimulatedClock, tmp_path: Path
+) -> None:
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     pool = SimpleNamespace(cached_block_hash_to_block={})
     side.bind(pool)
     events: Any = create_autospec(StoreEvents, instance=True)
@@ -329,23 +366,26 @@ STEP = SimpleNamespace(
 GEOMETRY = BlockGeometry((512, 512), b"f" * 16)
 
 
-def plan_until(side: SchedulerSide, happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
+def plan_until(clock: SimulatedClock, side: SchedulerSide, happened: Callable[[], bool]) -> None:
+    """Plan steps, and let the threads run between them; no time passes."""
+    for _ in range(10):
         side.plan(STEP)
+        clock.run_until_idle()
+    assert happened()
 
 
 @pytest.mark.usefixtures("later")
-def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_blocks_are_staged_once_every_rank_has_answered(
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     log.set_level(logging.INFO, "ucm")
-    side = create(write_model(tmp_path / "model"), tmp_path)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     first = side.plan(STEP)
     assert first.slab is not None
     waits = [side.scheduler.prepares]
-    reader = SlabReader()
+    reader = SlabReader(clock=clock)
     assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
-    plan_until(side, lambda: side.scheduler.stager.has_begun)
+    plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
     assert [*waits, side.scheduler.prepares] == [True, False]
     assert not side.scheduler.stager.promises_names
     assert side.plan(STEP).slab is None
@@ -357,18 +397,18 @@ def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pyt
 
 @pytest.mark.usefixtures("later")
 def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
-    tmp_path: Path, log: pytest.LogCaptureFixture
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     key = key_file(tmp_path / "key", secret("k"))
-    side = create(write_model(tmp_path / "model"), tmp_path, ranks=2, key=key)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, ranks=2, key=key)
     first = side.plan(STEP)
     assert first.slab is not None
     assert first.authentication == Authenticator(secret("k")).fingerprint.hex()
-    readers = [SlabReader(), SlabReader()]
+    readers = [SlabReader(clock=clock), SlabReader(clock=clock)]
     for rank, (reader, theirs) in enumerate(zip(readers, (first.authentication, "0123456789abcdef"), strict=True)):
         record = {"groups": {"0": geometry_record(rank, GEOMETRY)}, "authentication": theirs}
         assert reader.attach(first.slab, rank, record)
-    plan_until(side, lambda: not side.scheduler.prepares)
+    plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert (side.scheduler.saves, side.scheduler.stager.has_begun) == (False, False)
     for _ in range(3):
         side.plan(STEP)
@@ -380,9 +420,11 @@ def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
 
 
 @pytest.mark.usefixtures("later")
-def test_ranks_on_other_hosts_read_the_store_themselves(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path)
-    plan_until(side, lambda: side.scheduler.stager.has_begun)
+def test_ranks_on_other_hosts_read_the_store_themselves(
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
+    plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
     assert side.scheduler.stager.promises_names
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
@@ -390,15 +432,17 @@ def test_ranks_on_other_hosts_read_the_store_themselves(tmp_path: Path, log: pyt
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("loads", [True, False])
-def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(tmp_path: Path, *, loads: bool) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path, loads=loads, ranks=2)
+def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(
+    clock: SimulatedClock, tmp_path: Path, *, loads: bool
+) -> None:
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, loads=loads, ranks=2)
     first = side.plan(STEP)
     assert (first.confirmed, first.epoch) == (0, 0)
     assert first.slab is not None
-    readers = [SlabReader(), SlabReader()]
+    readers = [SlabReader(clock=clock), SlabReader(clock=clock)]
     for rank, reader in enumerate(readers):
         assert reader.attach(first.slab, rank, {"groups": {"0": geometry_record(rank, GEOMETRY)}})
-    plan_until(side, lambda: not side.scheduler.prepares)
+    plan_until(clock, side, lambda: not side.scheduler.prepares)
     readers[0].report(WeightsReport(looked=2).to_record())
     assert side.plan(STEP).confirmed == 0
     readers[1].report(WeightsReport(looked=1).to_record())
@@ -416,20 +460,20 @@ def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(tmp_path: Pat
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("connector", ["direct", "layerwise"])
 def test_ranks_that_cannot_agree_on_changed_weights_save_nothing(
-    tmp_path: Path, log: pytest.LogCaptureFixture, connector: str
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture, connector: str
 ) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path, connector, ranks=2)
-    plan_until(side, lambda: not side.scheduler.saves)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, connector, ranks=2)
+    plan_until(clock, side, lambda: not side.scheduler.saves)
     assert [text for text in log.messages if "nothing is saved: in this vLLM release ranks [0, 1] on other" in text]
     side.close()
 
 
 @pytest.mark.usefixtures("later")
 def test_where_a_load_must_not_fail_nothing_is_loaded_without_shared_memory(
-    tmp_path: Path, log: pytest.LogCaptureFixture
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path, "layerwise")
-    plan_until(side, lambda: not side.scheduler.prepares)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, "layerwise")
+    plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert not side.scheduler.stager.has_begun
     assert [text for text in log.messages if "nothing is loaded, because a load that fails" in text]
     side.close()
@@ -437,40 +481,63 @@ def test_where_a_load_must_not_fail_nothing_is_loaded_without_shared_memory(
 
 @pytest.mark.usefixtures("later")
 def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
-    tmp_path: Path, log: pytest.LogCaptureFixture
+    clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    side = create(write_model(tmp_path / "model"), tmp_path)
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     address = side.plan(STEP).slab
     assert address is not None
-    reader = SlabReader()
+    reader = SlabReader(clock=clock)
     assert reader.attach(address, 0, {"groups": {"0": geometry_record(7, GEOMETRY)}})
-    plan_until(side, lambda: any("nothing is loaded" in text for text in log.messages))
-    plan_until(side, lambda: not side.scheduler.prepares)
+    plan_until(clock, side, lambda: any("nothing is loaded" in text for text in log.messages))
+    plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert not side.scheduler.stager.has_begun
     side.close()
     reader.close()
 
 
 @pytest.mark.usefixtures("later")
-def test_stores_that_take_long_to_open_keep_no_request_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_take_long_to_open_keep_no_request_waiting(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For instance on a mount whose server does not answer; they are used once they are open."""
-    answers = threading.Event()
+    answers = clock.event()
 
-    def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+    def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None, *, clock: Clock = SYSTEM) -> KVStore:
         if geometry is not None:
             answers.wait()
-        return open_store(config, namespace, geometry)
+        return open_store(config, namespace, geometry, clock=clock)
 
     monkeypatch.setattr(sides, "open_store", late)
-    side = create(write_model(tmp_path / "model"), tmp_path)
-    side.scheduler.stager.seconds = 0.05
+    side = create(clock, write_model(tmp_path / "model"), tmp_path)
     address = side.plan(STEP).slab
     assert address is not None
-    reader = SlabReader()
+    reader = SlabReader(clock=clock)
     assert reader.attach(address, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
-    plan_until(side, lambda: not side.scheduler.prepares)
+    plan_until(clock, side, lambda: side.scheduler.prepares)
+    clock.advance(side.scheduler.stager.seconds)
+    plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert not side.scheduler.stager.has_begun
     answers.set()
-    plan_until(side, lambda: side.scheduler.stager.has_begun)
+    plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
     side.close()
     reader.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize(("capacity", "pages"), [(None, 2 * 4096 // 16 * 1024 // PAGE), ("64KiB", (64 << 10) // PAGE)])
+def test_memory_for_the_longest_request_is_there_before_the_first(
+    clock: SimulatedClock, tmp_path: Path, capacity: str | None, pages: int
+) -> None:
+    """But not for more than the store holds."""
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, ranks=2, capacity=capacity)
+    address = side.plan(STEP).slab
+    assert address is not None
+    assert os.fstat(address.descriptor).st_blocks * 512 // PAGE == pages + 3  # and one of the address, two of records
+    side.close()
+
+
+def test_a_chunk_that_no_request_fills_is_refused(clock: SimulatedClock, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    create(clock, model, tmp_path, chunk_tokens=4096).close()
+    with pytest.raises(ConfigError, match="4112 tokens, and a request at most 4096"):
+        create(clock, model, tmp_path, chunk_tokens=4097)

@@ -17,6 +17,7 @@ from tests.ucm.integration.vllm.connector.simulation.engine import Engine
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting, any_setting
 from tests.ucm.integration.vllm.connector.simulation.truth import VOCABULARY, Keys
 from tests.ucm.integration.vllm.connector.simulation.verify import wrong_blocks
+from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,11 +53,11 @@ def serve(engines: list[Engine], chance: random.Random, some: list[list[int]]) -
 def run(setting: Setting, directory: Path, seed: int, engines: int = 1) -> Counter[str]:
     """Start one or several engines repeatedly on one store; return the events of all."""
     chance = random.Random(seed)  # noqa: S311 - no secret
-    truth, keys = setting.truth(), Keys()
+    truth, keys, clock = setting.truth(), Keys(), SimulatedClock(seed)
     some = prompts(chance)
     happened: Counter[str] = Counter()
     for _ in range(STARTS):
-        started = [Engine(setting, directory, chance, truth, keys) for _ in range(engines)]
+        started = [Engine(setting, directory, chance, truth, keys, clock) for _ in range(engines)]
         serve(started, chance, some)
         for engine in started:
             engine.close()
@@ -67,6 +68,8 @@ def run(setting: Setting, directory: Path, seed: int, engines: int = 1) -> Count
         stored, wrong = wrong_blocks(started[0], directory)
         assert wrong == []
         happened["stored"] = stored
+    clock.run_until_idle()
+    assert clock.alive == []
     return happened
 
 
@@ -78,6 +81,21 @@ ENGINES: dict[str, tuple[Setting, set[str]]] = {
     "staged": (Setting(blocks=20), {"preempted"}),
     "little room to stage": (Setting(rows=2, ranks=2), set()),
     "several ranks": (Setting(ranks=3, failing_saves=0.05), {"injected"}),
+    "chunks": (Setting(stored_tokens=8, blocks=20), {"preempted"}),
+    "chunks, reads fail": (Setting(stored_tokens=10, ranks=2, failing_loads=0.3, aborts=0.2), {"injected", "aborts"}),
+    "chunks, layer by layer": (Setting(stored_tokens=8, loads="within", layerwise=True, drafts=1), {"preempted"}),
+    "chunks, direct, loads fail": (
+        Setting(stored_tokens=8, loads="direct", ranks=2, failing_loads=0.2, losses=0.1),
+        {"invalid", "recovered"},
+    ),
+    "chunks, asynchronous": (
+        Setting(stored_tokens=12, batches=2, asynchronous=True, drafts=3, failing_loads=0.1, aborts=0.1),
+        {"injected", "aborts"},
+    ),
+    "chunks, windows": (
+        Setting(groups=((4, None, 2), (4, 9, 2), (4, 1, 2)), stored_tokens=8, loads="within", losses=0.1, blocks=64),
+        {"lost"},
+    ),
     "a slow store": (Setting(late=0.97, blocks=20), {"preempted"}),
     "blocks get lost": (Setting(losses=0.2), {"lost"}),
     "reads fail": (Setting(ranks=2, failing_loads=0.3, aborts=0.2), {"injected", "aborts"}),
@@ -132,7 +150,7 @@ ENGINES: dict[str, tuple[Setting, set[str]]] = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines(name: str, tmp_path: Path) -> None:
-    """Runs until every expected event has happened: with threads, the seed does not determine the events."""
+    """Runs until every expected event has happened; the seed determines the events, and which thread goes first."""
     setting, expected = ENGINES[name]
     wanted = {"stored", "loads", "finished", *expected}
     happened: Counter[str] = Counter()
@@ -159,11 +177,11 @@ def test_two_engines_on_one_store(loads: Literal["staged", "direct"], tmp_path: 
     assert run(setting, tmp_path, seed=2, engines=2)["loads"] > 0
 
 
-def test_an_engine_without_a_store_serves_the_same(tmp_path: Path) -> None:
+def test_an_engine_without_a_store_serves_the_same(clock: SimulatedClock, tmp_path: Path) -> None:
     """It computes the results to which all others are compared."""
     chance = random.Random(3)  # noqa: S311 - no secret
     setting = Setting(failing_saves=1.0)
-    engine = Engine(setting, tmp_path, chance, setting.truth(), Keys())
+    engine = Engine(setting, tmp_path, chance, setting.truth(), Keys(), clock)
     serve([engine], chance, prompts(chance))
     engine.close()
     assert engine.happened["loads"] == 0

@@ -28,10 +28,12 @@ def test_any_engine(seed: int, tmp_path: Path) -> None:
     "setting",
     [
         Setting(staged=True, blocks=20, failing_loads=0.1, failing_saves=0.1),
+        Setting(staged=True, blocks=20, stored_tokens=8, failing_loads=0.1, failing_saves=0.1),
+        Setting(staged=True, blocks=20, stored_tokens=12, loads="direct", failing_loads=0.1),
         Setting(staged=True, blocks=20, loads="within", layerwise=True, failing_loads=0.1),
         Setting(staged=True, blocks=20, loads="direct", failing_loads=0.1),
     ],
-    ids=["staged", "layer by layer", "direct"],
+    ids=["staged", "chunks", "chunks, direct", "layer by layer", "direct"],
 )
 def test_blocks_are_loaded(setting: Setting, tmp_path: Path) -> None:
     happened = run(setting, tmp_path, seed=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,26 +25,33 @@ if TYPE_CHECKING:
 
     from tests.ucm.integration.vllm.connector.tensors import Tensor
     from ucm.store.base import BlockTransfer, KVStore, Task, TaskResult
+    from ucm.testing.clock import SimulatedClock
+
+pytest_plugins = ("tests.simulated",)
 
 BLOCKS, LAYERS = 12, 3
 ALL = range(LAYERS)
+#: What a chunk's load takes in simulated seconds.
+LOAD_SECONDS = 2.0
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(BLOCKS)]
 
 
 class Watched:
     """A store that records which of its transfers were not waited for."""
 
-    def __init__(self, inner: KVStore) -> None:
+    def __init__(self, inner: KVStore, clock: SimulatedClock) -> None:
         self.inner = inner
+        self.clock = clock
         self.left: set[int] = set()
-        self.writes = threading.Event()  # the medium does not answer while it is not set
+        self.writes = clock.event()  # the medium does not answer while it is not set
         self.writes.set()
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+        self.clock.sleep(LOAD_SECONDS)
         return self._begun(self.inner.load(blocks))
 
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
-        assert self.writes.wait(60)
+        self.writes.wait()
         return self._begun(self.inner.save(blocks))
 
     def wait(self, task: Task) -> TaskResult:
@@ -84,14 +90,22 @@ class Failing(DeviceMemory):
 class Setup:
     """KV caches, the device, the store and the transfer between them, with chunks of two blocks and a small queue."""
 
-    def __init__(self, directory: Path, room: int = BLOCKS) -> None:
+    def __init__(self, clock: SimulatedClock, directory: Path, room: int = BLOCKS) -> None:
+        self.clock = clock
         self.caches: dict[str, Tensor] = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in ALL}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
         self.device = Failing(group, all_as_torch(self.caches), BLOCKS, {})
         config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0)
-        self.store = Watched(open_store(config, "model/rank0", self.device.geometry))
+        self.store = Watched(open_store(config, "model/rank0", self.device.geometry, clock=clock), clock)
         block = self.device.geometry.nbytes
-        self.transfer = StagedTransfer(self.device, self.store, SlabReader(), 4 * block, save_queue_bytes=room * block)  # type: ignore[arg-type]
+        self.transfer = StagedTransfer(
+            self.device,
+            self.store,  # type: ignore[arg-type] # as much of a store as is used
+            SlabReader(clock=clock),
+            4 * block,
+            save_queue_bytes=room * block,
+            clock=clock,
+        )
 
     def content(self, block: int) -> list[bytes]:
         return [cache.view()[:, block].tobytes() for cache in self.caches.values()]
@@ -112,8 +126,8 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    found = Setup(tmp_path)
+def setup(clock: SimulatedClock, tmp_path: Path) -> Iterator[Setup]:
+    found = Setup(clock, tmp_path)
     yield found
     found.transfer.close()
 
@@ -128,7 +142,7 @@ def test_what_was_saved_is_loaded_into_other_blocks(setup: Setup, count: int) ->
     target = list(range(BLOCKS - 1, BLOCKS - 1 - count, -1))
     loaded = setup.load(KEYS[:count], target)
     assert set(loaded.done) == set(KEYS[:count])
-    assert loaded.nbytes == count * setup.transfer.block_bytes
+    assert loaded.nbytes == count * setup.transfer.chunk_bytes
     for block in range(BLOCKS):
         assert setup.content(block) == (were[target.index(block)] if block in target else empty[block])
 
@@ -165,10 +179,17 @@ def test_what_is_missing_is_told_and_the_rest_arrives(setup: Setup) -> None:
 
 def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
     task = setup.transfer.save(KEYS[:3], range(3), ALL)
+    assert not setup.transfer.check(task)
     first = setup.transfer.wait(task)
     assert setup.transfer.check(task)
     assert setup.transfer.wait(task).done == first.done
-    assert first.seconds > 0
+    setup.transfer.wait(setup.transfer.commit(KEYS[:3]))
+    loading = setup.transfer.load(KEYS[:3], range(3), ALL, None)
+    setup.clock.advance(2 * LOAD_SECONDS - 0.5)
+    assert not setup.transfer.check(loading)
+    setup.clock.advance(0.5)
+    assert setup.transfer.check(loading)
+    assert setup.transfer.wait(loading).seconds == 2 * LOAD_SECONDS, "of two chunks"
 
 
 def test_closing_finishes_what_was_committed(setup: Setup, tmp_path: Path) -> None:
@@ -176,7 +197,7 @@ def test_closing_finishes_what_was_committed(setup: Setup, tmp_path: Path) -> No
     setup.transfer.save(KEYS[:7], range(7), ALL)
     setup.transfer.commit(KEYS[:7])
     setup.transfer.close()
-    again = Setup(tmp_path)
+    again = Setup(setup.clock, tmp_path)
     again.wipe()
     assert set(again.load(KEYS[:7], range(7)).done) == set(KEYS[:7])
     assert again.contents()[:7] == were[:7]
@@ -241,9 +262,9 @@ def test_loads_and_saves_at_once(setup: Setup) -> None:
 
 
 @pytest.fixture
-def narrow(tmp_path: Path) -> Iterator[Setup]:
+def narrow(clock: SimulatedClock, tmp_path: Path) -> Iterator[Setup]:
     """A setup whose queue of four blocks is full, because the medium does not answer."""
-    found = Setup(tmp_path, room=4)
+    found = Setup(clock, tmp_path, room=4)
     found.store.writes.clear()
     yield found
     found.store.writes.set()
@@ -253,6 +274,7 @@ def narrow(tmp_path: Path) -> Iterator[Setup]:
 def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow: Setup) -> None:
     partly = narrow.transfer.save(KEYS[:6], range(6), ALL)
     refused = narrow.transfer.save(KEYS[6:8], range(6, 8), ALL)
+    narrow.clock.run_until_idle()
     assert not narrow.transfer.check(partly)
     assert narrow.transfer.check(refused), "the next step waits for a medium that will not get these blocks"
     result = narrow.transfer.wait(refused)
@@ -290,8 +312,8 @@ def test_a_block_that_is_refused_one_layer_is_refused_the_others_and_not_stored(
     assert narrow.contents()[:4] == were[8:12]
 
 
-def test_what_the_device_could_not_give_waits_no_longer(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, room=2)
+def test_what_the_device_could_not_give_waits_no_longer(clock: SimulatedClock, tmp_path: Path) -> None:
+    setup = Setup(clock, tmp_path, room=2)
     setup.device.at = frozenset({0})
     assert set(setup.transfer.wait(setup.transfer.save(KEYS[:2], range(2), ALL)).failed) == set(KEYS[:2])
     setup.store.inner.discard(KEYS[:2])

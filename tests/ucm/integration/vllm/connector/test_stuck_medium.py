@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 from functools import partial
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -24,15 +23,17 @@ from ucm.store.memory.slab import SlabReader
 from ucm.store.posix import files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import Buffer
+    from ucm.testing.clock import SimulatedClock
+
+pytest_plugins = ("tests.simulated",)
 
 BLOCKS, LAYERS, ROOM = 12, 3, 4
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(BLOCKS)]
-LONG = 60.0
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
@@ -43,16 +44,16 @@ needs_torch = pytest.mark.skipif(
 class Stuck:
     """Writes that block after reading half of their bytes, until ``over``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.over = threading.Event()
-        self.began = threading.Semaphore(0)
+    def __init__(self, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over = clock.event()
+        self.began = 0
         write_from = files.write_from
 
         def stuck(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
             half = sum(memoryview(buffer).nbytes for buffer in buffers[: len(buffers) // 2])
             write_from(descriptor, buffers[: len(buffers) // 2], offset, half)
-            self.began.release()
-            assert self.over.wait(2 * LONG)
+            self.began += 1
+            self.over.wait()
             write_from(descriptor, buffers[len(buffers) // 2 :], offset + half, nbytes - half)
 
         monkeypatch.setattr(files, "write_from", stuck)
@@ -61,8 +62,8 @@ class Stuck:
 class Setup:
     """KV caches, a worker, and a store with a queue for a few blocks."""
 
-    def __init__(self, directory: Path, kind: type[TransferWorker], *, on_device: bool) -> None:
-        self.others = set(threading.enumerate())  # threads of other tests
+    def __init__(self, clock: SimulatedClock, directory: Path, kind: type[TransferWorker], *, on_device: bool) -> None:
+        self.clock = clock
         self.caches = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in range(LAYERS)}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
         config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, save_threads=2, save_nice=0)
@@ -79,31 +80,29 @@ class Setup:
             nbytes, geometry = host.geometry.nbytes, host.geometry
             make = partial(HostTransfer, host)
         self.geometry = geometry
-        self.reopen = partial(open_store, config, "model/rank0", geometry)
-        transfer = make(
-            store=open_store(config, "model/rank0", geometry), slab=SlabReader(), save_queue_bytes=ROOM * nbytes
-        )
-        self.worker = kind({0: transfer}, self.counts, places={0: 0}, saves={0})
+        self.reopen = partial(open_store, config, "model/rank0", geometry, clock=clock)
+        slab = SlabReader(clock=clock)
+        transfer = make(store=self.reopen(), slab=slab, save_queue_bytes=ROOM * nbytes, clock=clock)
+        self.worker = kind({0: transfer}, self.counts, places={0: 0}, saves={0}, clock=clock)
         self._step = 0
 
     def content(self, block: int) -> bytes:
         return b"".join(cache.view()[:, block].tobytes() for cache in self.caches.values())
 
     def step(self, saves: Iterable[int], overwritten: Iterable[int] = ()) -> None:
-        """Run a step that overwrites some blocks and fills others, in a thread, so that a stuck one is noticed."""
+        """Run a step that overwrites some blocks and fills others; no time passes in it."""
         self._step += 1
         plan = StepPlan(self._step, saves=[self.moves(block) for block in saves], fresh_block_ids=set(overwritten))
-
-        def run() -> None:
-            self.worker.begin(plan)
-            self.worker.load(plan)
-            for name, cache in self.caches.items():
-                self.worker.wait_for_layer(name)
-                cache.view()[:, list(overwritten)] = 0xEE
-                self.worker.layer_computed(name)
-            self.worker.save(plan)
-
-        gets_on(run)
+        begun = self.clock.monotonic()
+        self.worker.begin(plan)
+        self.worker.load(plan)
+        for name, cache in self.caches.items():
+            self.worker.wait_for_layer(name)
+            cache.view()[:, list(overwritten)] = 0xEE
+            self.worker.layer_computed(name)
+        self.worker.save(plan)
+        assert self.clock.monotonic() == begun, "it waits for the medium"
+        self.clock.advance(1.0)  # saves begin a while after a forward
 
     def moves(self, block: int) -> BlockMoves:
         return BlockMoves("r", 0, [KEYS[block]], [block])
@@ -120,23 +119,6 @@ class Setup:
         return bytes(memory) if result.done else None
 
 
-def gets_on(call: Callable[[], None]) -> None:
-    ended: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001 - told below
-            ended.append(error)
-        else:
-            ended.append(None)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(LONG)
-    assert ended == [None], ended or "it is stuck with the medium"
-
-
 @pytest.fixture(
     params=[
         pytest.param((TransferWorker, False), id="host"),
@@ -145,23 +127,20 @@ def gets_on(call: Callable[[], None]) -> None:
         pytest.param((LayerWiseWorker, True), id="device, layer by layer", marks=needs_torch),
     ]
 )
-def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
+def setup(request: pytest.FixtureRequest, clock: SimulatedClock, tmp_path: Path) -> Setup:
     kind, on_device = request.param
-    return Setup(tmp_path, kind, on_device=on_device)
+    return Setup(clock, tmp_path, kind, on_device=on_device)
 
 
 @pytest.fixture
-def stuck(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
-    del setup  # the fixture creates its own directories first
-    found = Stuck(monkeypatch)
-    yield found
-    found.over.set()
+def stuck(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Stuck:
+    return Stuck(setup.clock, monkeypatch)  # the setup has created its directories by now
 
 
 def test_a_forward_reuses_blocks_that_a_stuck_write_was_given(setup: Setup, stuck: Stuck) -> None:
     were = [setup.content(block) for block in range(BLOCKS)]
     setup.step([0, 1])
-    assert stuck.began.acquire(timeout=LONG)
+    assert stuck.began == 2, "all threads of the store"
     setup.step([2, 3], overwritten=[0, 1])
     setup.step([], overwritten=[2, 3])
     assert setup.content(0) != were[0]
@@ -174,7 +153,7 @@ def test_a_forward_reuses_blocks_that_a_stuck_write_was_given(setup: Setup, stuc
 def test_what_has_no_row_is_not_saved_and_counted(setup: Setup, stuck: Stuck) -> None:
     were = [setup.content(block) for block in range(BLOCKS)]
     setup.step(range(ROOM))
-    assert stuck.began.acquire(timeout=LONG)
+    assert stuck.began == 2, "all threads of the store"
     setup.step([6, 7, 8], overwritten=range(ROOM))
     setup.step([9], overwritten=[6, 7, 8])
     stuck.over.set()
@@ -185,22 +164,20 @@ def test_what_has_no_row_is_not_saved_and_counted(setup: Setup, stuck: Stuck) ->
 
 
 def test_closing_leaves_a_stuck_write_behind_and_what_it_ends_with_is_right_or_absent(
-    setup: Setup, stuck: Stuck, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setup: Setup, stuck: Stuck, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transfer_worker, "STILL_SECONDS", 0.1)
-    monkeypatch.setattr(transfer_worker, "CLOSE_SECONDS", 0.1)
     were = [setup.content(block) for block in range(BLOCKS)]
     setup.step([0, 1, 2])
-    assert stuck.began.acquire(timeout=LONG)
-    before = set(threading.enumerate())
-    gets_on(setup.worker.close)
+    assert stuck.began == 2
+    begun = setup.clock.monotonic()
+    setup.worker.close()
+    longest = transfer_worker.STILL_SECONDS + transfer_worker.CLOSE_SECONDS
+    assert transfer_worker.STILL_SECONDS <= setup.clock.monotonic() - begun <= longest + 0.1
     assert "the store does not answer: it is abandoned" in caplog.text
     for cache in setup.caches.values():
         cache.raw[:] = 0xDD
     stuck.over.set()
-    for thread in (before | set(threading.enumerate())) - setup.others:
-        if thread.name.startswith(("ucm-save", "ucm-close")):
-            thread.join(LONG)
-            assert not thread.is_alive()
+    setup.clock.run_until_idle()
+    assert not [name for name in setup.clock.alive if name.startswith(("ucm-save", "ucm-close"))]
     found = [setup.stored(key) for key in KEYS[:3]]
     assert all(there in (None, right) for there, right in zip(found, were[:3], strict=True))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
+from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
@@ -24,9 +24,11 @@ from ucm.store.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from ucm.clock import Clock
     from ucm.store.base import StoreError
+    from ucm.testing.clock import SimulatedClock
 
 LAYERS = [f"layer.{number}" for number in range(6)]
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(8)]
@@ -42,8 +44,8 @@ class Scripted(GroupTransfer):
     """Records its calls, and returns scripted results."""
 
     layer_names = LAYERS
-    block_bytes = 10
-    tokens_per_block = 4
+    chunk_bytes = 10
+    chunk_tokens = 4
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -55,11 +57,18 @@ class Scripted(GroupTransfer):
     def throttle(self, *, active: bool) -> None:
         self.stands_back.append(active)
 
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        staged: Staged | None,
+        depth: int = 0,
+    ) -> Task:
         self.staged.append(staged)
         return self._call("load", keys, layers, f" into {list(block_ids)}")
 
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
         return self._call("save", keys, layers, f" from {list(block_ids)}")
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
@@ -74,7 +83,7 @@ class Scripted(GroupTransfer):
 
     @property
     def waiting_bytes(self) -> int:
-        return self.block_bytes * sum(len(call.keys) for call in self.calls if not call.finished)
+        return self.chunk_bytes * sum(len(call.keys) for call in self.calls if not call.finished)
 
     def check(self, task: Task) -> bool:
         assert isinstance(task, Call)
@@ -86,7 +95,7 @@ class Scripted(GroupTransfer):
         task.finished = True
         failed = {key: self.failing[task.what, key] for key in task.keys if (task.what, key) in self.failing}
         done = {key: "posix" for key in task.keys if key not in failed}
-        return TaskResult(done, failed, len(done) * self.block_bytes, 0.1)
+        return TaskResult(done, failed, len(done) * self.chunk_bytes, 0.1)
 
     def close(self) -> None:
         self.log.append("close")
@@ -123,14 +132,14 @@ class Counts:
         self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
     ) -> None:
         assert nbytes >= 0
-        assert seconds > 0
+        assert seconds >= 0
         assert tokens_per_block in {0, 4}
         self.blocks["loaded"] += blocks
         self.blocks.update(tiers or ())
 
     def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
         assert nbytes >= 0
-        assert seconds > 0
+        assert seconds >= 0
         self.blocks["saved"] += blocks
 
     def failed(self, operation: str, cause: str, blocks: int) -> None:
@@ -145,6 +154,8 @@ class Setup:
         saves: bool = True,
         between_steps: bool = False,
         background: bool = False,
+        fails_whole: bool = False,
+        clock: Clock = SYSTEM,
     ) -> None:
         self.transfer = Scripted()
         self.counts = Counts()
@@ -155,6 +166,8 @@ class Setup:
             saves={0} if saves else set(),
             between_steps=between_steps,
             background=background,
+            fails_whole=fails_whole,
+            clock=clock,
         )
 
 
@@ -248,42 +261,41 @@ def test_what_could_not_be_saved_is_counted_once() -> None:
     assert setup.worker.save_failures.counts == {"full": 1}
 
 
-def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(between_steps=True, background=True)
+def test_closing_waits_for_what_gets_on(clock: SimulatedClock, caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(between_steps=True, background=True, clock=clock)
     plan = StepPlan(1, loads=[moves(4)], saves=[moves(1)])
     setup.worker.begin(plan)
     setup.worker.load(plan)
     setup.worker.save(plan)
     setup.transfer.said()
-    calls = list(setup.transfer.calls)
+    took = transfer_worker.STILL_SECONDS - 1
 
-    def one_more(left: Callable[[], int], seconds: float) -> int:
-        assert seconds == transfer_worker.STILL_SECONDS
-        seen = [left()]
-        while calls:
-            calls.pop(0).finished = True
-            seen.append(left())
-        assert seen == [33, 22, 11, 0], "it gets on with each"
-        return seen[-1]
+    def get_on() -> None:
+        for call in list(setup.transfer.calls):
+            clock.sleep(took)
+            call.finished = True
 
-    monkeypatch.setattr(transfer_worker, "wait_while_it_shrinks", one_more)
+    clock.thread(get_on, "medium").start()
+    begun = clock.monotonic()
     setup.worker.close()
+    assert 3 * took <= clock.monotonic() - begun <= 3 * took + 0.1
     assert setup.transfer.said() == ["wait save 1", "wait commit 1", "close"]
+    assert "does not answer" not in caplog.text
 
 
 def test_closing_leaves_a_medium_that_does_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transfer_worker, "STILL_SECONDS", 0.05)
-    monkeypatch.setattr(transfer_worker, "CLOSE_SECONDS", 0.05)
-    setup = Setup()
-    over = threading.Event()
-    monkeypatch.setattr(setup.transfer, "close", lambda: over.wait(60))
+    setup = Setup(clock=clock)
+    over = clock.event()
+    monkeypatch.setattr(setup.transfer, "close", over.wait)
     plan = StepPlan(1, saves=[moves(1, 2)])
     setup.worker.begin(plan)
     setup.worker.save(plan)
+    begun = clock.monotonic()
     setup.worker.close()
-    over.set()
+    longest = transfer_worker.STILL_SECONDS + transfer_worker.CLOSE_SECONDS
+    assert longest <= clock.monotonic() - begun <= longest + 0.1
     assert "does not answer: it is abandoned with 2 transfers in progress" in caplog.text
 
 
@@ -359,6 +371,22 @@ def test_a_failed_load_between_steps_is_told_and_leaves_the_step_s_saves_alone()
     assert setup.worker.take_failed_blocks() == set()
     assert setup.counts.blocks["load.missing"] == 1
     assert "commit 3" in setup.transfer.said()
+
+
+def test_a_load_that_fails_as_a_whole_names_its_request_and_no_block() -> None:
+    setup = Setup(between_steps=True, fails_whole=True)
+    setup.transfer.failing["load", KEYS[2]] = BlockMissingError("gone")
+    plan = StepPlan(1, loads=[moves(1, 2), moves(3, request_id="other")])
+    setup.worker.begin(plan)
+    setup.worker.load(plan)
+    assert setup.worker.take_loaded() == {"r", "other"}
+    assert setup.worker.take_failed_blocks() == set()
+    assert setup.worker.take_failed_requests() == {"r"}
+    assert setup.worker.take_failed_requests() == set()
+    refused = StepPlan(2, loads=[moves(4)])
+    setup.worker.refuse(refused)
+    assert refused.loads == []
+    assert setup.worker.take_loaded() == setup.worker.take_failed_requests() == {"r"}
 
 
 def test_blocks_that_were_given_away_are_not_written_by_a_load_any_more() -> None:

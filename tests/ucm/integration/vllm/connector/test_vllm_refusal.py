@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,10 @@ from ucm.integration.vllm.blend_connector import BlendConnector
 from ucm.integration.vllm.connector.failures import takes_heads_for_tokens
 from ucm.integration.vllm.ucm_connector import UCMConnector, UCMDirectConnector
 from ucm.logger import get_logger
+from ucm.overlay.errors import InactiveOverlayError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
@@ -53,6 +58,35 @@ def test_a_refused_configuration(
         get_logger().removeHandler(handler)
     assert caught.value.what == what
     assert stream.getvalue() == f"[UCM.Config] refused: {caught.value}\n"
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_overlay_that_vllm_does_not_check(
+    role: KVConnectorRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``VLLM_PLUGINS``, vLLM does not call the entry point that finds an inactive overlay: the connector does."""
+    about = tmp_path / "acme_overlay-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-overlay\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nacme_overlay = acme_plugin:register\n[ucm.overlays]\nacme_overlay = acme_overlay\n"
+    )
+    (tmp_path / "acme_plugin.py").write_text(
+        "from ucm.overlay.errors import InactiveOverlayError\n"
+        "def register():\n    raise InactiveOverlayError('acme is inactive', [], [])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    transfer = KVTransferConfig(
+        kv_connector="UCMConnector",
+        kv_role="kv_both",
+        kv_connector_module_path=UCMConnector.__module__,
+        kv_connector_extra_config={"store": {"pipeline": "Empty"}, "conector": "the first error of settings"},
+    )
+    config = VllmConfig(kv_transfer_config=transfer, device_config=DeviceConfig("cpu"))
+    for named, error in (("other", InactiveOverlayError), ("other,acme_overlay", ConfigError)):
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+        with pytest.raises(error):
+            UCMConnector(config, role, KVCacheConfig(1, [], []))
 
 
 def test_a_kernel_that_rotates_by_other_positions_is_known() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec, patch
@@ -12,7 +11,6 @@ import pytest
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig
 from tests.ucm.integration.vllm.connector.tensors import tensor
 from tests.ucm.integration.vllm.connector.test_transfer_worker import Counts
-from tests.ucm.store.conftest import Clock
 from tests.ucm.store.frozen import FrozenDirectory
 from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
@@ -26,17 +24,15 @@ from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters, create_counters
 from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
-from ucm.store import health
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from ucm.store.base import KVStore
+    from ucm.testing.clock import SimulatedClock
 
-LONG = 60.0
 MOVES = [BlockMoves("r", 0, [], [])]
 
 
@@ -213,15 +209,18 @@ class Watching(Counts):
 
 
 class Begun:
-    """A worker side with its own blocks, run in a thread, so that a step that waits for the medium is noticed."""
+    """A worker side with its own blocks, whose steps take no time."""
 
-    def __init__(self, directory: Path, base: type = object, *, kv_events: bool = False, **more: Any) -> None:
+    def __init__(
+        self, clock: SimulatedClock, directory: Path, base: type = object, *, kv_events: bool = False, **more: Any
+    ) -> None:
+        self.clock = clock
         store = {"directories": str(directory), "save_nice": 0, **more}
         extra = {"store": store, "metrics": False, "kv_events": kv_events}
         engine: Any = VllmConfig(ModelConfig("model"))
         engine.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
-        self.settings = load_connector_config(extra)
-        self.side = WorkerSide(engine, None, self.settings, base)
+        self.settings = load_connector_config(extra, clock=clock)
+        self.side = WorkerSide(engine, None, self.settings, base, clock=clock)
         self.counts = Watching()
         self.side.counters = self.counts  # type: ignore[assignment] # as much of them as is used
         group = CacheGroup(0, 4, None, {}, ("layer",))
@@ -236,13 +235,11 @@ class Begun:
         keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
         plan = StepPlan(self._step, "model-1", saves=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
         plan.authentication = authentication
-
-        def run() -> None:
-            self.side.begin(plan)
-            self.side.worker.load(plan)
-            self.side.worker.save(plan)
-
-        gets_on(run)
+        begun = self.clock.monotonic()
+        self.side.begin(plan)
+        self.side.worker.load(plan)
+        self.side.worker.save(plan)
+        assert self.clock.monotonic() == begun, "it waits for the medium"
 
 
 class TakesReports:
@@ -253,48 +250,37 @@ class TakesReports:
 
 
 @pytest.mark.parametrize(("base", "collected"), [(object, False), (TakesReports, True)])
-def test_stored_blocks_are_collected_only_where_vllm_takes_them(tmp_path: Path, base: type, collected: bool) -> None:
-    worker = Begun(tmp_path, base, kv_events=True)
+def test_stored_blocks_are_collected_only_where_vllm_takes_them(
+    clock: SimulatedClock, tmp_path: Path, base: type, collected: bool
+) -> None:
+    worker = Begun(clock, tmp_path, base, kv_events=True)
     worker.step()
     assert worker.side.worker.reports_stored is collected
-    gets_on(worker.side.close)
-
-
-def gets_on(call: Callable[[], None]) -> None:
-    ended: list[bool] = []
-
-    def run() -> None:
-        call()
-        ended.append(True)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(LONG)
-    assert ended, "it waits for the medium"
+    worker.side.close()
 
 
 def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For instance an NFS server that goes away between the engine's start and its first step."""
     root = tmp_path / "store"
     root.mkdir()
-    worker, clock = Begun(root), Clock()
-    monkeypatch.setattr(health, "time", clock)
-    frozen = FrozenDirectory(monkeypatch, str(root))
+    worker = Begun(clock, root)
+    frozen = FrozenDirectory(monkeypatch, str(root), clock=clock)
     worker.step(0, 1)
-    assert frozen.held.wait(LONG)
+    clock.run_until_idle()
+    assert frozen.held.is_set()
     worker.step()
     assert worker.counts.blocks == {}
-    clock.now += worker.settings.store.stuck_seconds
+    clock.advance(worker.settings.store.stuck_seconds)
     worker.step()
     assert worker.counts.blocks == {"save.timeout": 2}
     frozen.thawed.set()
+    clock.run_until_idle()
     [store] = worker.counts.stores
-    while not store.stats():
-        store.flush(LONG)
+    assert store.stats(), "it is open"
     worker.step(2, 3)
-    gets_on(worker.side.close)
+    worker.side.close()
     assert worker.counts.blocks == {"save.timeout": 2, "saved": 2}
     stored = {path.name for path in root.glob("*/00/*")}
     assert stored == {block.to_bytes(16, "big").hex()[2:] for block in (2, 3)}
@@ -312,7 +298,7 @@ class Recomputes:
     [("a", "a", True), ("a", "b", False), ("a", "", False), ("", "a", False), ("", "", True)],
 )
 def test_a_worker_whose_key_is_not_the_schedulers_neither_loads_nor_saves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: str, schedulers: str, *, stored: bool
+    clock: SimulatedClock, tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: str, schedulers: str, *, stored: bool
 ) -> None:
     """Its blocks would be in the namespace of the scheduler's key, and all others would refuse them."""
     get_logger().addHandler(caplog.handler)
@@ -320,15 +306,15 @@ def test_a_worker_whose_key_is_not_the_schedulers_neither_loads_nor_saves(
     root.mkdir()
     more: dict[str, Any] = {"authentication_key_file": key_file(tmp_path / "key", secret(ours))} if ours else {}
     prints = {name: Authenticator(secret(name)).fingerprint.hex() if name else "" for name in (ours, schedulers)}
-    worker = Begun(root, Recomputes, **more)
+    worker = Begun(clock, root, Recomputes, **more)
     for blocks in ((0, 1), (2,), ()):
         worker.step(*blocks, authentication=prints[schedulers])
     plan = StepPlan(9, "model-1", loads=[BlockMoves("r", 0, [BlockKey(bytes(16))], [3], step=9)])
     plan.authentication = prints[schedulers]
-    gets_on(lambda: worker.side.begin(plan))
+    worker.side.begin(plan)
     if not stored:
         assert worker.side.worker.take_failed_blocks() == {3}
-    gets_on(worker.side.close)
+    worker.side.close()
     get_logger().removeHandler(caplog.handler)
     assert bool(list(root.glob("*/00/*"))) is stored
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -69,8 +69,8 @@ def mark_of(tokens: list[int]) -> int:
 class Worker:
     """A V1 runner's state, a KV cache of one shape for all layers, and the method on it."""
 
-    def __init__(self, config: Any, selector: str) -> None:
-        self.method = Strict(config, Role.WORKER, {**OPTIONS, "selector": selector})
+    def __init__(self, config: Any) -> None:
+        self.method = Strict(config, Role.WORKER, OPTIONS)
         self.method.attention = View()
         self.method.worker_started()
         self.cache = torch.zeros((2, BLOCKS, SIZE, KV_HEADS, HEAD))
@@ -121,23 +121,20 @@ class Worker:
 class Engine(CheckedEngine):
     """With that worker; with asynchronous scheduling, one step ahead of it."""
 
-    def __init__(self, directory: Path, chance: random.Random, selector: str, *, asynchronous: bool) -> None:
+    def __init__(self, directory: Path, chance: random.Random, *, asynchronous: bool) -> None:
         setting = EngineSetting(asynchronous=asynchronous, blocks=BLOCKS)
         config = engine_config(write_model(directory), setting, SIZE, LENGTH)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
         super().__init__(setting, config, LAYERS, spec, chance)
-        self.device: Worker = Worker(config, selector)
+        self.device: Worker = Worker(config)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("selector", ["bounds", "codes"])
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_is_stale_whatever_is_scheduled(
-    tmp_path: Path, seed: int, selector: str, *, asynchronous: bool
-) -> None:
+def test_nothing_is_stale_whatever_is_scheduled(tmp_path: Path, seed: int, *, asynchronous: bool) -> None:
     """Prefix hits, chunks, preemptions, aborts and resets of the prefix cache; some steps fail on purpose."""
     chance = random.Random(seed)  # noqa: S311 - no secrets
-    engine = Engine(tmp_path, chance, selector, asynchronous=asynchronous)
+    engine = Engine(tmp_path, chance, asynchronous=asynchronous)
     prefixes = [[chance.randrange(5) for _ in range(n)] for n in (17, 40)]
     while engine.happened["steps"] < 350:
         if len(engine.requests) < 9 and chance.random() < 0.3:

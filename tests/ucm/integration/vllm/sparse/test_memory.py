@@ -14,8 +14,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from ucm.compat import bound_kv_cache, optional
 from ucm.integration.vllm import hooks
-from ucm.integration.vllm.compat import bound_kv_cache, optional
 from ucm.sparse.base import Role
 from ucm.sparse.topk.method import BlockTopK
 from ucm.testing.attention_layer import real_layer
@@ -41,7 +41,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return real_layer(tmp_path_factory.mktemp("model"), "bfloat16", 16, 64).config
 
 
-@pytest.mark.parametrize("selector", ["codes", "bounds"])
 @pytest.mark.parametrize(
     "specs",
     [
@@ -52,10 +51,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ids=["blocks of 16", "blocks of 128", "some with a window"],
 )
 def test_caches_and_summaries_together_fit_into_what_vllm_has(
-    config: Any, specs: dict[str, Any], selector: str, monkeypatch: pytest.MonkeyPatch
+    config: Any, specs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what is left, vLLM makes its caches; of a model of one kind of layers, hardly anything is wasted."""
-    options = {"selector": selector, "dense_layers": 2}
+    options = {"dense_layers": 2}
     monkeypatch.setattr(config, "additional_config", {"ucm_sparse_config": {"BlockTopK": options}})
     monkeypatch.setattr(config.model_config.hf_text_config, "num_hidden_layers", len(specs))
     if optional(config, "cache_config.get_resolved_kv_cache_layout") is not None:  # as EngineCore does before

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
@@ -28,15 +28,19 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.step import Step, Work
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
     from ucm.store.base import BlockGeometry, KVStore
+    from ucm.testing.clock import SimulatedClock
 
-#: How long an engine without work sleeps for the threads that it waits for, and its limit without progress, in seconds.
+#: How long an engine without work sleeps for the threads that it waits for, and its limit without progress, in
+#: simulated seconds.
 IDLE, PATIENCE = 0.0002, 120.0
 
 
-def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> KVStore:
+def open_blocks(
+    clock: SimulatedClock, directory: Path, rank: int, group: int, geometry: BlockGeometry | None
+) -> KVStore:
     """Return a rank's store of one group."""
     config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
-    return open_store(config, f"model/rank{rank}-g{group}", geometry)
+    return open_store(config, f"model/rank{rank}-g{group}", geometry, clock=clock)
 
 
 class Uncounted:
@@ -61,9 +65,19 @@ class Engine:
         chance: The source of random choices.
         truth: The expected results.
         keys: The block keys.
+        clock: Time and threads.
     """
 
-    def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth, keys: Keys) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        directory: Path,
+        chance: random.Random,
+        truth: Truth,
+        keys: Keys,
+        clock: SimulatedClock,
+    ) -> None:
+        self.clock = clock
         self.setting = setting
         self.truth = truth
         self.keys = keys
@@ -72,16 +86,16 @@ class Engine:
         self.happened: Counter[str] = Counter()
         self.stores: list[FaultyStore] = []
         groups = setting.cache_groups()
-        self.ranks = [Rank(number, groups, setting, self._faulty) for number in range(setting.ranks)]
+        self.ranks = [Rank(number, groups, setting, self._faulty, clock) for number in range(setting.ranks)]
         geometries = {group.index: [rank.geometries[group.index] for rank in self.ranks] for group in groups.groups}
         row = max(sum(-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group) for of_group in geometries.values())
-        slab = None if setting.loads == "direct" else Slab(setting.rows * row, setting.ranks)
+        slab = None if setting.loads == "direct" else Slab(setting.rows * row, setting.ranks, clock=clock)
         # Opened as in the scheduler's process; the workers' stores are separate.
         self._looking: dict[int, list[FaultyStore]] = {
             group: [self._faulty(rank, group, geometry) for rank, geometry in enumerate(of_group)]
             for group, of_group in geometries.items()
         }
-        stager = Stager(groups, slab, 60.0, 0.0)
+        stager = Stager(groups, slab, 60.0, 0.0, clock=clock)
         self.prefix_cache = prefix_cache = PrefixCacheScheduler(
             groups,
             keys,
@@ -92,12 +106,14 @@ class Engine:
                 save_decode_blocks=setting.save_decode_blocks,
                 room=setting.blocks - 1 if setting.between_steps else None,
             ),
+            clock=clock,
         )
         prefix_cache.namespace = "model"
         stager.begin(self._looking, None if slab is None else geometries)
         if slab is not None:
             assert all(rank.slab.attach(slab.address, rank.number, {}) for rank in self.ranks)
-        pool = Pool(setting.blocks, groups, keys, caching=setting.caching)
+        blocks = replace(setting, stored_tokens=0).cache_groups()  # vLLM knows no chunks
+        pool = Pool(setting.blocks, blocks, keys, caching=setting.caching)
         self.scheduler = Scheduler(pool, prefix_cache, setting)
         self._planned: deque[Step] = deque()
         self._executed: deque[tuple[Step, dict[str, list[int]], set[int], set[str]]] = deque()
@@ -129,7 +145,7 @@ class Engine:
             self._planned.append(step)
             # An empty step also goes to the workers.
             if not step.work:
-                time.sleep(IDLE)
+                self.clock.sleep(IDLE)
             elif chance.random() < 0.7:
                 return
         if chance.random() < setting.aborts and self.scheduler.requests:
@@ -142,15 +158,16 @@ class Engine:
 
     def drain(self) -> None:
         """Run until every request has ended and every output is processed."""
-        until = time.monotonic() + PATIENCE
+        until = self.clock.monotonic() + PATIENCE
         while self.scheduler.busy or self._planned or self._executed:
             self.turn()
-            assert time.monotonic() < until, "the engine does not get on"
+            assert self.clock.monotonic() < until, "the engine does not get on"
         assert self.scheduler.pool.in_use == 0
 
     def close(self) -> None:
         for rank in self.ranks:
             rank.worker.close()
+            rank.slab.close()
         assert not any(store.overwritten for store in self.stores)
         self.prefix_cache.stager.close()
         for of_group in self._looking.values():
@@ -249,7 +266,8 @@ class Engine:
     def _faulty(self, rank: int, group: int, geometry: BlockGeometry) -> FaultyStore:
         setting = self.setting
         store = FaultyStore(
-            open_blocks(self.directory, rank, group, geometry),
+            open_blocks(self.clock, self.directory, rank, group, geometry),
+            self.clock,
             self.chance,
             setting.failing_loads,
             setting.failing_saves,

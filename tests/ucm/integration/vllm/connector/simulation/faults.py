@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,6 +11,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Mapping, Sequence
 
+    from ucm.clock import Clock
     from ucm.store.base import BlockKey, BlockTransfer, StoreError, TierStats
 
 Item = TypeVar("Item")
@@ -33,6 +33,7 @@ class FaultyStore(KVStore):
 
     Args:
         inner: A real store.
+        clock: The store's clock.
         chance: The source of random choices.
         failing_loads: The share of loads of single blocks that fail.
         failing_saves: The share of saves and commits of single blocks that fail.
@@ -40,14 +41,20 @@ class FaultyStore(KVStore):
     """
 
     def __init__(
-        self, inner: KVStore, chance: random.Random, failing_loads: float, failing_saves: float, late: float
+        self,
+        inner: KVStore,
+        clock: Clock,
+        chance: random.Random,
+        failing_loads: float,
+        failing_saves: float,
+        late: float,
     ) -> None:
         self.inner = inner
         self._chance = chance
         self._failing_loads = failing_loads
         self._failing_saves = failing_saves
         self._late = late
-        self._lock = threading.RLock()  # the scheduler side calls it from several threads
+        self._lock = clock.condition()  # a reentrant lock: the scheduler side calls it from several threads
         self._loads: deque[Deferred] = deque()
         self._saves: deque[Deferred] = deque()
         self.failed = 0

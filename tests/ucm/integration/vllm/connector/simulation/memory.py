@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.ucm.integration.vllm.connector.simulation.truth import CELL, attend, cell, digest, embed
 from tests.ucm.integration.vllm.connector.tensors import Tensor
+from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,12 +105,15 @@ class KVMemory:
     def check(self, moves: BlockMoves, failed: set[int], truth: Truth, keys: Keys) -> None:
         """Check that the loaded KV equals the computed one."""
         group = self.groups.groups[moves.group]
-        for key, block in zip(moves.keys, moves.block_ids, strict=True):
-            if block not in failed:
-                right = truth.cells(keys.tokens[key])[self.rank, :, -group.block_size :]
+        for key, blocks in moves.chunks():
+            right = truth.cells(keys.tokens[key])[self.rank, :, -group.chunk_tokens :]
+            for place, block in enumerate(blocks):
+                if block in failed or block == NO_BLOCK:
+                    continue
+                cells = right[:, place * group.block_size : (place + 1) * group.block_size]
                 for layer, of in enumerate(self.group_of):
                     if of == group.index:
-                        assert self._cells[layer][block].tolist() == right[layer].tolist(), "a wrong block was loaded"
+                        assert self._cells[layer][block].tolist() == cells[layer].tolist(), "a wrong block was loaded"
 
     def _at(self, layer: int, positions: range, block_ids: list[list[int]]) -> NDArray[np.uint64]:
         group = self.groups.groups[self.group_of[layer]]

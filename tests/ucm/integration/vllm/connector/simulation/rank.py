@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockGeometry, KVStore
+    from ucm.testing.clock import SimulatedClock
 
 
 class OpenStore(Protocol):
@@ -48,14 +49,18 @@ class Rank:
         groups: The model's groups.
         setting: The engine's settings.
         open_store: Opens its stores.
+        clock: Time and threads.
     """
 
-    def __init__(self, number: int, groups: CacheGroups, setting: Setting, open_store: OpenStore) -> None:
+    def __init__(
+        self, number: int, groups: CacheGroups, setting: Setting, open_store: OpenStore, clock: SimulatedClock
+    ) -> None:
+        self._clock = clock
         self.number = number
         self.memory = KVMemory(groups, setting.blocks, number)
         self.geometries: dict[int, BlockGeometry] = {}
         self._open_store = open_store
-        self.slab = SlabReader()
+        self.slab = SlabReader(clock=clock)
         transfers = {group.index: self._transfer(group, setting) for group in groups.groups}
         self.worker = (LayerWiseWorker if setting.layerwise else TransferWorker)(
             transfers,
@@ -64,6 +69,7 @@ class Rank:
             saves=set(transfers),
             between_steps=setting.between_steps,
             background=setting.background,
+            clock=clock,
         )
         self._between_steps = setting.between_steps
         self._loads: dict[str, list[BlockMoves]] = {}
@@ -105,9 +111,11 @@ class Rank:
             # Room for two blocks in each direction, so that there are several chunks.
             store = self._open_store(self.number, group.index, device.geometry)
             room = setting.rows * device.geometry.nbytes
-            return StagedTransfer(device, store, self.slab, 2 * device.geometry.nbytes, save_queue_bytes=room)
+            return StagedTransfer(
+                device, store, self.slab, 2 * device.geometry.nbytes, save_queue_bytes=room, clock=self._clock
+            )
         with patch.object(kv_cache, "_storage", lambda tensor: memoryview(tensor.raw)):
             host = HostMemory(group, caches, setting.blocks, {})
         self.geometries[group.index] = host.geometry
         store = self._open_store(self.number, group.index, host.geometry)
-        return HostTransfer(host, store, self.slab, setting.rows * host.geometry.nbytes)
+        return HostTransfer(host, store, self.slab, setting.rows * host.geometry.nbytes, clock=self._clock)

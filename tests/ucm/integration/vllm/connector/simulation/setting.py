@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tests.ucm.integration.vllm.connector.simulation.truth import Truth
 from tests.ucm.stepping.setting import EngineSetting
-from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 
 if TYPE_CHECKING:
     import random
@@ -19,6 +19,7 @@ class Setting(EngineSetting):
 
     Args:
         groups: The block size, window and number of layers of each group.
+        stored_tokens: The tokens of a stored chunk; 0: each block is stored alone.
         ranks: The number of workers.
         batches: The number of steps in flight.
         drafts: Draft tokens per step.
@@ -38,6 +39,7 @@ class Setting(EngineSetting):
     """
 
     groups: tuple[tuple[int, int | None, int], ...] = ((4, None, 5),)
+    stored_tokens: int = 0
     ranks: int = 1
     batches: int = 1
     drafts: int = 0
@@ -63,12 +65,11 @@ class Setting(EngineSetting):
 
     def cache_groups(self) -> CacheGroups:
         names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))
-        return CacheGroups(
-            tuple(
-                CacheGroup(index, size, window, {}, tuple(next(names) for _ in range(count)))
-                for index, (size, window, count) in enumerate(self.groups)
-            )
+        groups = tuple(
+            CacheGroup(index, size, window, {}, tuple(next(names) for _ in range(count)))
+            for index, (size, window, count) in enumerate(self.groups)
         )
+        return in_chunks(CacheGroups(groups), self.stored_tokens)
 
     def truth(self) -> Truth:
         return Truth([window for _, window, count in self.groups for _ in range(count)], self.ranks)
@@ -92,6 +93,7 @@ def any_setting(chance: random.Random) -> Setting:
     batches = chance.randint(1, 3)
     return Setting(
         groups=groups,
+        stored_tokens=chance.choice((0, 0, 8, 12)),
         ranks=chance.choice((1, 1, 2, 3)),
         batches=batches,
         asynchronous=batches > 1 and chance.random() < 0.6,

@@ -121,6 +121,9 @@ class Keys:
     def is_same(self, request: Any) -> bool:
         return bool(request.adapter == "same")
 
+    def note(self, request: Any) -> None:
+        del request
+
     def is_invalidated(self, request: Any) -> bool:
         return bool(getattr(request, "adapter", "") == "replaced")
 

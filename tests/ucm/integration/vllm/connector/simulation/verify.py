@@ -21,14 +21,15 @@ def wrong_blocks(engine: Engine, directory: Path) -> tuple[int, list[str]]:
     for rank in engine.ranks:
         for group in engine.setting.cache_groups().groups:
             layers = [layer for layer, of in enumerate(rank.memory.group_of) if of == group.index]
-            with open_blocks(directory, rank.number, group.index, rank.geometries[group.index]) as store:
+            with open_blocks(engine.clock, directory, rank.number, group.index, rank.geometries[group.index]) as store:
                 there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
-                memory = {key: [bytearray(group.block_size * CELL.itemsize) for _ in layers] for key in there}
+                sizes = rank.geometries[group.index].slice_sizes
+                memory = {key: [bytearray(nbytes) for nbytes in sizes] for key in there}
                 blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in memory.items()]
                 done = store.wait(store.load(blocks)).done
                 count += len(done)
                 for key in done:
-                    right = engine.truth.cells(engine.keys.tokens[key])[rank.number, layers, -group.block_size :]
+                    right = engine.truth.cells(engine.keys.tokens[key])[rank.number, layers, -group.chunk_tokens :]
                     if b"".join(memory[key]) != right.astype(CELL).tobytes():
                         wrong.append(f"rank {rank.number}, group {group.index}: {engine.keys.tokens[key]}")
     return count, wrong

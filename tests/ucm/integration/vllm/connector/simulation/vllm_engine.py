@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -43,8 +42,10 @@ if TYPE_CHECKING:
 
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
+    from ucm.clock import Clock
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import KVStore
+    from ucm.testing.clock import SimulatedClock
 
 LENGTH = 256
 
@@ -68,6 +69,7 @@ class VllmEngine:
         directory: The directory of its model and blocks.
         chance: The source of random choices.
         truth: The expected results.
+        clock: Time and threads.
 
     Attributes:
         kind: The connector's class.
@@ -75,7 +77,10 @@ class VllmEngine:
 
     kind: type = UCMConnector
 
-    def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth) -> None:
+    def __init__(
+        self, setting: Setting, directory: Path, chance: random.Random, truth: Truth, clock: SimulatedClock
+    ) -> None:
+        self.clock = clock
         self.setting = setting
         self.truth = truth
         self.chance = chance
@@ -88,6 +93,7 @@ class VllmEngine:
         self._size = groups.groups[0].block_size
         self._new = Requests(self._size, stop=[END])
         config = self._configuration(write_model(directory / "model"))
+        clock.advance(1.0)  # or the time in which files that were just written may change unseen would pass later
         specs = [KVCacheGroupSpec(list(group.layer_names), _specification(group)) for group in groups.groups]
         caches = KVCacheConfig(setting.blocks, [], specs)
         self._looking: list[FaultyStore] = []
@@ -96,6 +102,10 @@ class VllmEngine:
         self._patched.enter_context(patch.object(sides, "OpeningStore", self._open_in_worker))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
+        # vLLM's factory gives connectors no clock.
+        self._patched.enter_context(
+            patch.object(self.kind, "__init__", partialmethod(self.kind.__init__, clock=clock))  # type: ignore[misc]
+        )
         # The process is older than the model, so a real engine would not trust the model's files.
         with patch.object(identity, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, caches)
@@ -128,7 +138,7 @@ class VllmEngine:
             self.happened["steps"] += 1
             self.happened["loads"] += sum(len(moves.keys) for moves in output.kv_connector_metadata.plan.loads)
             if not output.total_num_scheduled_tokens:
-                time.sleep(IDLE)
+                self.clock.sleep(IDLE)
             elif self.chance.random() < 0.7:
                 return
         if self.chance.random() < self.setting.aborts:
@@ -144,10 +154,10 @@ class VllmEngine:
 
     def drain(self) -> None:
         """Run until every request has ended and every output is processed."""
-        until = time.monotonic() + PATIENCE
+        until = self.clock.monotonic() + PATIENCE
         while self.scheduler.has_requests() or self._planned or self._executed:
             self.turn()
-            assert time.monotonic() < until, "the engine does not get on"
+            assert self.clock.monotonic() < until, "the engine does not get on"
 
     def close(self) -> None:
         for worker in self.workers:
@@ -172,6 +182,7 @@ class VllmEngine:
     def _settings(self) -> dict[str, Any]:
         return {
             "connector": "layerwise" if self.setting.layerwise else "direct",
+            "chunk_tokens": self.setting.stored_tokens,
             "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "save_nice": 0},
             "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
@@ -185,22 +196,22 @@ class VllmEngine:
         worker.register_kv_caches(all_as_torch(memory.caches))
         return worker
 
-    def _open_in_worker(self, make: partial[KVStore], seconds: float) -> OpeningStore:
-        return OpeningStore(partial(self._open, *make.args), seconds)
+    def _open_in_worker(self, make: partial[KVStore], seconds: float, *, clock: Clock) -> OpeningStore:
+        return OpeningStore(partial(self._open, *make.args), seconds, clock=clock)
 
     def _open(self, config: Any, namespace: str, geometry: Any) -> FaultyStore:
-        inner = open_store(config, namespace, geometry)
+        inner = open_store(config, namespace, geometry, clock=self.clock)
         setting = self.setting
-        store = FaultyStore(inner, self.chance, setting.failing_loads, setting.failing_saves, setting.late)
+        store = FaultyStore(inner, self.clock, self.chance, setting.failing_loads, setting.failing_saves, setting.late)
         self.stores[namespace.rpartition("/")[2]] = store
         return store
 
-    def _open_to_look(self, config: Any, namespace: str, geometry: Any) -> KVStore:
+    def _open_to_look(self, config: Any, namespace: str, geometry: Any, *, clock: Clock) -> KVStore:
         """Open a store in the scheduler's process; nothing is read before the geometry is known."""
-        inner = open_store(config, namespace, geometry)
+        inner = open_store(config, namespace, geometry, clock=clock)
         if geometry is None:
             return inner
-        store = FaultyStore(inner, self.chance, self.setting.failing_loads, 0.0, self.setting.late)
+        store = FaultyStore(inner, self.clock, self.chance, self.setting.failing_loads, 0.0, self.setting.late)
         self._looking.append(store)
         return store
 
@@ -267,7 +278,8 @@ class VllmEngine:
         return token
 
     def _take_in(self, output: Any, result: Any) -> None:
-        self.happened["invalid"] += len(result.kv_connector_output.invalid_block_ids or ())
+        told = result.kv_connector_output
+        self.happened["invalid"] += len(told.invalid_block_ids or ()) + len(getattr(told, "failed_recving", ()))
         self.scheduler.update_from_output(output, result)
         for request in [request for request in self._requests if request.is_finished()]:
             self._requests.remove(request)
@@ -280,8 +292,9 @@ class VllmEngine:
             assert token == self.truth.following(tokens), "a wrong token was served"
             tokens.append(token)
         keys = self.connector._scheduler._keys
-        for place, key in enumerate(keys.of(request, self._size) or [], 1):
-            self.known[key] = tuple(tokens[: place * self._size])
+        for size in {group.chunk_tokens for group in self.setting.cache_groups().groups}:
+            for place, key in enumerate(keys.of(request, size) or [], 1):
+                self.known[key] = tuple(tokens[: place * size])
         keys.forget(request.request_id)
         self.happened["finished"] += 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ucm.integration.vllm.compat import block_ids_by_group, grown_requests
+from ucm.compat import block_ids_by_group, grown_requests
 
 
 def blocks(ids: Any) -> Any:

@@ -1,0 +1,1 @@
+"""A small trained model, a document to chat about, and its servers."""

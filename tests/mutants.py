@@ -1,0 +1,235 @@
+"""Rules whose insertion does nothing, one at a time: the tests that a rule names must fail: `python -m tests.mutants`.
+
+A mutant inserts `pass` in place of a call, None in place of a keyword's value, or a method that does nothing. By
+default, each rule of the newest reviewed release of each package is tried with its unit tests: its case of the form
+that this release has, and, for vLLM Ascend, the run of the function that it changes (`test_ascend_modules.py`).
+With `--engines`, the end-to-end test that it names runs instead, on an overlay with the mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import libcst as cst
+import pytest
+
+from transforms.engine.apply import apply_rule
+from transforms.engine.edits import AtEnd, AtStart, Beside
+from transforms.engine.members import Field, Keyword, Method
+from transforms.pipeline.lock import make_lock, read_lock
+from transforms.pipeline.product import parse, products
+from transforms.pipeline.results import Results
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transforms.engine.edits import Edit
+    from transforms.engine.rule import Rule
+    from transforms.engine.transform import Transform
+    from transforms.pipeline.lock import Lock
+    from transforms.pipeline.product import Product
+    from transforms.pipeline.rewrite import Overlay
+
+ROOT = Path(__file__).parents[1]
+CASES = "tests/transforms/test_cases.py::test_before_becomes_after"
+DRIVEN = "tests/transforms/test_ascend_modules.py::test_what_is_changed_runs_and_calls_its_hooks"
+#: The variable that names the mutant in the process of an end-to-end test, which loads this module as a plug-in.
+MUTANT = "UCM_MUTANT"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One rule that inserts nothing, in one release.
+
+    Attributes:
+        transform: Its transform.
+        rule: The rule.
+        product: Its product.
+        release: The release.
+        tests: The unit tests that must fail.
+    """
+
+    transform: Transform
+    rule: Rule
+    product: Product
+    release: str
+    tests: tuple[str, ...]
+
+
+def harmless(edit: Edit) -> Edit:
+    """Return an edit that inserts nothing in the same place."""
+    if isinstance(edit, Keyword):
+        return replace(edit, value="None")
+    if isinstance(edit, Method):
+        return replace(edit, code=edit.code.partition("\n")[0] + "\n    pass\n")
+    if isinstance(edit, Beside | AtStart | AtEnd | Field):
+        return replace(edit, code="pass")
+    raise TypeError(edit)
+
+
+@contextlib.contextmanager
+def mutated(rule: Rule) -> Iterator[None]:
+    """Make a rule insert nothing, in all of its forms."""
+    own = rule.variants
+    object.__setattr__(rule, "variants", tuple(replace(form, edit=harmless(form.edit)) for form in own))
+    try:
+        yield
+    finally:
+        object.__setattr__(rule, "variants", own)
+
+
+def mutants(product: Product, release: str) -> Iterator[Mutant]:
+    """Yield the mutants of the rules that the reviewed overlay of a release has."""
+    lock = read_lock(release, product)
+    assert lock is not None, product.named(release)
+    inserted = {r["id"]: (m, r.get("variant", "")) for m in lock["modules"] for r in m["rules"]}
+    for transform in product.transforms:
+        for rule in transform.rules:
+            if rule.id in inserted:
+                module, variant = inserted[rule.id]
+                tests = _cases(transform, rule, variant) + _driven(rule, variant, product, release, module["path"])
+                yield Mutant(transform, rule, product, release, tests)
+
+
+def _cases(transform: Transform, rule: Rule, variant: str) -> tuple[str, ...]:
+    """Return the tests of the cases in which the form of the rule is the one that a release has."""
+    of = [case for case in transform.cases if case.rule == rule.id]
+    forms = [apply_rule(cst.parse_module(case.before), rule, "", case.release)[1].variant for case in of]
+    return tuple(
+        f"{CASES}[{case.rule}-{case.release}]" for case, form in zip(of, forms, strict=True) if form == variant
+    )
+
+
+def _driven(rule: Rule, variant: str, product: Product, release: str, path: str) -> tuple[str, ...]:
+    from tests.transforms.test_ascend_modules import DRIVEN as FUNCTIONS  # noqa: PLC0415 - reads releases at import
+
+    scope = next(form.scope.name for form in rule.variants if form.name == variant)
+    is_run = not product.is_default and "schedul" not in path and scope.rpartition(".")[2] in {*FUNCTIONS, "BlockTable"}
+    return (f"{DRIVEN}[{release}]",) if is_run else ()
+
+
+def failed(tests: Sequence[str]) -> set[str]:
+    """Run tests in this process.
+
+    Returns:
+        Those that failed.
+
+    Raises:
+        RuntimeError: If one was not run.
+    """
+    seen = _Outcomes()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests], plugins=[seen])
+    if seen.passed | seen.failed != set(tests):
+        raise RuntimeError(f"not run: {', '.join(set(tests) - seen.passed - seen.failed)}")
+    return seen.failed
+
+
+class _Outcomes:
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            (self.passed if report.passed else self.failed).add(report.nodeid)
+
+
+def survivors(found: Sequence[Mutant]) -> list[str]:
+    """Return the mutants that a named unit test does not notice, or that have no such test."""
+    healthy = sorted({test for one in found for test in one.tests})
+    broken = failed(healthy)
+    if broken:
+        raise SystemExit(f"these tests fail without a mutant: {', '.join(sorted(broken))}")
+    survived = []
+    for one in found:
+        name = f"{one.product.named(one.release)}: {one.rule.id}"
+        if not one.tests:
+            survived.append(f"{name}: it has no case of the form that this release has")
+            continue
+        _forget()
+        with mutated(one.rule):
+            passed = set(one.tests) - failed(one.tests)
+        survived += [f"{name}: {test} passes" for test in sorted(passed)]
+    _forget()
+    return survived
+
+
+def _forget() -> None:
+    """Forget overlays that tests keep."""
+    from tests.transforms import test_ascend_modules  # noqa: PLC0415 - reads releases at import
+
+    test_ascend_modules.overlay.cache_clear()
+
+
+def _without_results() -> None:
+    """Neither use nor keep results: they belong to rules that insert something."""
+
+    def get(*_: object) -> None: ...
+
+    setattr(Results, "get", get)  # noqa: B010 - a method, in a process of its own
+    setattr(Results, "keep", get)  # noqa: B010
+
+
+def pytest_configure() -> None:
+    """Make the overlays of an end-to-end test with the mutant, which no lock has."""
+    wanted = os.environ.get(MUTANT)
+    if not wanted:
+        return
+    (rule,) = (r for one in products() for t in one.transforms for r in t.rules if r.id == wanted)
+    mutated(rule).__enter__()
+    _without_results()
+
+    def unreviewed(overlay: Overlay, *_: object) -> Lock:
+        return make_lock(overlay, 1)
+
+    for module in ("transforms.pipeline.lock", "transforms.pipeline.build"):
+        setattr(sys.modules[module], "check_reviewed", unreviewed)  # noqa: B010
+
+
+def _on_engines(one: Mutant) -> str:
+    """Run the end-to-end test of a rule on its mutant; return what is wrong, or nothing."""
+    test = one.transform.engine_test(one.rule.id)
+    if not test:
+        return f"{one.rule.id}: no engine: {one.transform.not_run}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "tests.mutants"]
+    environment = {**os.environ, "UCM_E2E": "1", "UCM_E2E_RELEASE": one.release, MUTANT: one.rule.id}
+    done = subprocess.run([*command, test], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode == 1 and re.search(r"\d failed|\d error", done.stdout):
+        return ""
+    return f"{one.rule.id}: {test} ends with {done.returncode}: {done.stdout[-200:]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try the mutants; return 1 if one survives."""
+    parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="reviewed releases; default: the newest ones")
+    parser.add_argument("--engines", action="store_true", help="run end-to-end tests, minutes for each rule")
+    parser.add_argument("--rule", action="append", default=[], metavar="ID", help="only this rule")
+    options = parser.parse_args(arguments)
+    named = options.releases or [one.named(one.reviewed()[-1]) for one in products()]
+    found = [one for name in named for one in mutants(*parse(name)) if not options.rule or one.rule.id in options.rule]
+    _without_results()
+    survived = [*filter(None, map(_on_engines, found))] if options.engines else survivors(found)
+    for line in survived:
+        print(f"survives: {line}")
+    tests = sum(len(one.tests) for one in found)
+    killed = len(found) - len({line.partition(": tests/")[0] for line in survived})
+    print(
+        f"{', '.join(named)}: {killed} of {len(found)} mutants are killed"
+        + (f" by {tests} tests" * (not options.engines))
+    )
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""The fixture of the simulated clock, as a plug-in: the tests that run beside vLLM have no conftest.py."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.testing.clock import SimulatedClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedClock]:
+    """Time and threads that the test drives; what still waits at its end is ended.
+
+    ``@pytest.mark.parametrize("clock", range(8), indirect=True)`` runs a test with threads in eight other orders.
+    """
+    # Threads that take turns slow down nobody; with a low priority they would wait for a busy machine's other programs.
+    monkeypatch.setattr(os, "setpriority", lambda which, who, priority: None)
+    found = SimulatedClock(getattr(request, "param", None))
+    yield found
+    found.close()
