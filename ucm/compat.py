@@ -353,6 +353,37 @@ def kv_cache_layout(kv_cache_config: KVCacheConfig | None) -> str | None:
     return found
 
 
+def boundary_states(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Return the states that a step leaves at the ends of blocks, by request: group, block id, and tokens up to there.
+
+    vLLM moves and frees blocks of states, so their places in a request's list of blocks say nothing.
+    """
+    found: Mapping[str, Sequence[tuple[int, int, int]]] | None = optional(
+        scheduler_output, "kv_connector_block_state.boundary_state_offloads"
+    )
+    return found or {}
+
+
+def prepared_blocks(scheduler_output: Any) -> set[int]:
+    """Return the blocks that vLLM zeroes, or fills with copies of others, ahead of a step's forward."""
+    zeroed = optional(scheduler_output, "new_block_ids_to_zero") or ()
+    copies = optional(scheduler_output, "kv_cache_block_copies") or ()
+    return {*zeroed, *(copy.dst_block_id for copy in copies)}
+
+
+def hands_over_states() -> bool:
+    """Return whether vLLM tells connectors which blocks hold states, and lets a whole load fail; from 0.30.0 on."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - ucm imports without vLLM
+            KVConnectorBase_V1,
+        )
+        from vllm.v1.core.sched.output import KVConnectorBlockState  # noqa: PLC0415
+    except ImportError:
+        return False
+    fields = getattr(KVConnectorBlockState, "__dataclass_fields__", ())
+    return "boundary_state_offloads" in fields and connector_abilities(KVConnectorBase_V1).fails_whole
+
+
 def zeroes_blocks(kv_cache_config: KVCacheConfig | None) -> bool:
     """Return whether vLLM zeroes blocks of the KV cache before it hands them out."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -457,20 +488,26 @@ def connector_abilities(connector_base: type) -> ConnectorAbilities:
     )
 
 
-def load_policy(connector_base: type, windows: Sequence[int | None], kind: str) -> LoadPolicy:
+def load_policy(
+    connector_base: type, windows: Sequence[int | None], kind: str, *, has_states: bool = False
+) -> LoadPolicy:
     """Choose a load policy that vLLM's load-failure recovery supports.
 
     Recovery came with 0.11.1, for models with one KV-cache group. It is sound for requests that wait between steps,
     except for preempted ones before 0.19.1. From a failed block on, vLLM computes the tokens again. With a sliding
     window these read blocks before the failed one, which were never loaded, because the hit's end does not need them.
-    So the whole load of such a model must fail; where vLLM cannot be told that, no load may fail.
+    So the whole load of such a model must fail; where vLLM cannot be told that, no load may fail. A state that was
+    loaded within a step would come too late: vLLM copies it to the step's own block before it starts loads.
 
     Args:
         connector_base: vLLM's connector class.
         windows: For each of the model's KV-cache groups, the tokens that its window reaches back; None for all.
         kind: The connector type; ``layerwise`` needs loads within a step.
+        has_states: Whether some layers are recurrent; such a model needs a release that `hands_over_states`.
     """
     can = connector_abilities(connector_base)
+    if has_states:
+        return LoadPolicy(between_steps=True, background=True, fails_whole=True)
     is_windowed = windows[0] is not None
     if not can.recovers or len(windows) > 1 or kind == "layerwise" or (is_windowed and not can.fails_whole):
         return LoadPolicy(between_steps=False)

@@ -147,7 +147,7 @@ def _refuse_model(model: Any, groups: Sequence[Any]) -> None:
             optional(text, name) for name in UNROTATED
         ),
         "blending does not serve models with sliding windows, or several kinds of attention": len(groups) != 1
-        or groups[0].window is not None,
+        or not groups[0].needs_all,
     }
     for what, there in obstacles.items():
         if there:

@@ -194,11 +194,12 @@ class StoreEvents:
     ) -> Iterator[tuple[int, _Chunk]]:
         """Yield what an event says of each chunk but those ``known``; nothing of blocks that tokens do not identify.
 
-        As with vLLM's own offloading, blocks within sliding windows are not announced: alone they help no request.
+        As with vLLM's own offloading, states and blocks within sliding windows are not announced: alone they help no
+        request.
         Where vLLM hashes blocks, an event names each block of a chunk, else the chunk by its key.
         """
         more = has_media(request) or cache_salt(request) or prompt_embeds(request)[0] is not None
-        if group.window is not None or more:
+        if not group.needs_all or more:
             return
         size, blocks, adapter = group.chunk_tokens, 1, adapter_of(request)
         names: list[Any] = [parent, *keys]

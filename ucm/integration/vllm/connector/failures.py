@@ -12,9 +12,10 @@ from ucm.compat import (
     can_sleep,
     device_type,
     divided_context,
+    hands_over_states,
+    layer_specs,
     optional,
     saves_after_drafts,
-    zeroes_blocks,
 )
 from ucm.errors import ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import sparse_method_config
@@ -111,12 +112,8 @@ def refuse_what_cannot_work(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             where=f"parallel_config.{divided} = {optional(vllm_config.parallel_config, divided)}",
             fix="run without context parallelism, or without a UCM connector",
         )
-    if zeroes_blocks(kv_cache_config):
-        raise UnsupportedModelError(
-            "vLLM zeroes blocks of this model's KV cache, also those still being saved, before it tells the connector",
-            where="kv_cache_config.needs_kv_cache_zeroing",
-            fix="run this model without a UCM connector",
-        )
+    if kv_cache_config is not None:
+        refuse_lost_states(vllm_config, kv_cache_config)
     if can_sleep(vllm_config) and device_type(vllm_config) != "cpu":
         raise UnsupportedModelError(
             "vLLM's sleep mode frees the KV cache's memory without telling the workers' connectors, which may "
@@ -129,6 +126,36 @@ def refuse_what_cannot_work(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             "in this vLLM release connectors save before the draft model has run: its KV would be stored unfinished",
             where="speculative_config",
             fix="use vLLM 0.18.0 or newer, n-gram drafts, or no UCM connector",
+        )
+
+
+def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse recurrent layers whose states vLLM does not keep, or keeps where no connector can find them.
+
+    Raises:
+        UnsupportedModelError: Names the setting.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec).values()]
+    modes = {spec.mamba_cache_mode for spec in specs if hasattr(spec, "mamba_cache_mode")}
+    if not modes:
+        return
+    if not hands_over_states():
+        raise UnsupportedModelError(
+            "this vLLM release does not tell connectors which blocks hold the states of recurrent layers",
+            where=f"model {vllm_config.model_config.model!r}",
+            fix="use vLLM 0.30.0 or newer, or run this model without a UCM connector",
+        )
+    if modes != {"align"}:
+        raise UnsupportedModelError(
+            "the states of recurrent layers can be stored only where vLLM keeps them at the ends of blocks",
+            where=f"cache_config.mamba_cache_mode = {min(modes)}",
+            fix="start vLLM with --enable-prefix-caching, and --mamba-cache-mode align or without that option",
+        )
+    if optional(vllm_config, "speculative_config") is not None:
+        raise UnsupportedModelError(
+            "vLLM moves the states of recurrent layers when it rejects drafted tokens, after connectors have saved",
+            where="speculative_config",
+            fix="run this model without speculative decoding, or without a UCM connector",
         )
 
 

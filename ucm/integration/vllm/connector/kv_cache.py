@@ -1,7 +1,8 @@
 """Describe KV-cache groups, the layers that share a block table, and which of their blocks a request needs.
 
 A model with one kind of attention has one group. With hybrid KV-cache groups each group has its own block ids: full
-attention needs every block of a prefix, a sliding window only the blocks that its window reaches from the prefix's end.
+attention needs every block of a prefix, a sliding window only the blocks that its window reaches from the prefix's end,
+and recurrent layers (Mamba, gated delta nets, short convolutions) the one block with the state at the prefix's end.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
 #: a subclass may keep state elsewhere.
 FULL_ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec"}
 SLIDING_WINDOW = {"SlidingWindowSpec"}
+#: Of recurrent layers: a block holds the state after all tokens up to its end, whatever its layers keep there.
+RECURRENT = {"MambaSpec"}
 UNIFORM = "UniformTypeKVCacheSpecs"
 #: The attributes of specifications that decide how a block's bytes are read.
-_SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
+_SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "shapes", "dtypes")
 PLANES = 2
 #: In place of a block's id: the block is not moved with its chunk.
 NO_BLOCK = -1
@@ -48,11 +51,13 @@ class CacheGroup:
     Args:
         index: The group's index in vLLM.
         block_size: Tokens per block of vLLM.
-        window: Tokens that a sliding window reaches back, including the current one; None for full attention.
+        window: Tokens that a sliding window reaches back, including the current one; None for others.
         page_sizes: Bytes of a block by layer name, without padding; empty where the release does not provide them.
         layer_names: The group's layers; empty where the release does not provide them, meaning all registered ones.
         spec: vLLM's ``KVCacheSpec``; None where the release does not provide it.
         chunk_blocks: Consecutive blocks that are stored as one: a chunk, with the key of its last block.
+        is_recurrent: Whether a block holds a state instead of KV. vLLM keeps a state for some block ends only, and says
+            which, see `ucm.compat.boundary_states`.
     """
 
     index: int
@@ -62,6 +67,12 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     spec: Any = None
     chunk_blocks: int = 1
+    is_recurrent: bool = False
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether every block of a prefix is needed to continue after it."""
+        return self.window is None and not self.is_recurrent
 
     @property
     def chunk_tokens(self) -> int:
@@ -78,9 +89,15 @@ class CacheGroup:
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the index of the first block that is still read after ``num_tokens`` computed tokens."""
-        if self.window is None:
+        if self.needs_all:
             return 0
-        return max(0, num_tokens - self.window + 1) // self.block_size
+        # A state is read like the last token of a window.
+        reach = 1 if self.window is None else self.window - 1
+        return max(0, num_tokens - reach) // self.block_size
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks a request of so many tokens holds at most, with one for the tokens to come."""
+        return (1 if self.is_recurrent else num_tokens // self.block_size) + 2
 
     def blocks_of(self, block_ids: Sequence[int], chunk: int) -> Sequence[int]:
         """Return the ids of a chunk's blocks, of those of consecutive chunks."""
@@ -109,13 +126,15 @@ class CacheGroup:
         return [block_ids[block] if block >= first else NO_BLOCK for block in blocks]
 
     def to_save(self, done: int, computed: int, end: int) -> range:
-        """Return the chunks that a step fills, or that were filled before it and not saved.
+        """Return the chunks that a step fills, or that were filled before it and not saved; none of states.
 
         Args:
             done: How many chunks from the start need no save.
             computed: Computed tokens before the step; the blocks that it still reads are there.
             end: Computed tokens after the step.
         """
+        if self.is_recurrent:
+            return range(0)
         return range(max(done, -(-self.first_needed(computed) // self.chunk_blocks)), end // self.chunk_tokens)
 
 
@@ -138,8 +157,13 @@ class CacheGroups:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each group's window in tokens; None for full attention."""
+        """Each group's window in tokens; None for others."""
         return tuple(group.window for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return any(group.is_recurrent for group in self.groups)
 
     @property
     def alignment(self) -> int:
@@ -184,7 +208,7 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
     """Return groups whose blocks are stored in chunks of as many tokens, rounded up so that all groups' blocks fit.
 
     A chunk is saved as a whole, so a sliding window must reach all of its blocks when the last one is filled. Blocks of
-    shorter windows are stored alone.
+    shorter windows, and states, are stored alone.
 
     Args:
         groups: The groups.
@@ -195,7 +219,7 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
         groups,
         groups=tuple(
             replace(group, chunk_blocks=size // group.block_size)
-            if size and (group.window is None or group.window >= size)
+            if size and (group.needs_all or (group.window is not None and group.window >= size))
             else group
             for group in groups.groups
         ),
@@ -206,7 +230,7 @@ def _group(index: int, group: Any) -> CacheGroup:
     specs = layer_specs(group.kv_cache_spec, group.layer_names)
     for name, spec in specs.items():
         kind = type(spec).__name__
-        if kind not in FULL_ATTENTION | SLIDING_WINDOW or not is_transferred(group):
+        if kind not in FULL_ATTENTION | SLIDING_WINDOW | RECURRENT or not is_transferred(group):
             raise UnsupportedModelError(
                 f"KV-cache group {index} is of kind {kind}, which cannot be restored from stored blocks",
                 where=f"layer {name}",
@@ -214,10 +238,16 @@ def _group(index: int, group: Any) -> CacheGroup:
             )
     first = next(iter(specs.values()))
     windows = {_window(spec) for spec in specs.values()}
+    recurrent = {type(spec).__name__ in RECURRENT for spec in specs.values()}
+    if len(recurrent) > 1:
+        raise UnsupportedModelError(
+            f"KV-cache group {index} has recurrent layers and others", fix="run this model without a UCM connector"
+        )
     return CacheGroup(
         index=index,
         block_size=first.block_size,
         window=None if None in windows else max(w for w in windows if w is not None),
+        is_recurrent=True in recurrent,
         page_sizes={name: _unpadded(spec) for name, spec in specs.items()},
         layer_names=tuple(group.layer_names),
         spec=group.kv_cache_spec,
@@ -253,15 +283,15 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
         num_tokens: The upper bound, in tokens.
         step: The groups' alignment in tokens.
     """
-    full = [i for i, group in enumerate(groups) if group.window is None]
+    full = [i for i, group in enumerate(groups) if group.needs_all]
     limit = num_tokens
     for i in full:
         row = present[i]
         gap = next((n for n, there in enumerate(row) if not there), len(row))
         limit = min(limit, gap * groups[i].chunk_tokens)
     limit -= limit % step
-    windowed = [i for i, group in enumerate(groups) if group.window is not None]
-    while limit > 0 and not all(_reaches(groups[i], present[i], limit) for i in windowed):
+    ends = [i for i, group in enumerate(groups) if not group.needs_all]
+    while limit > 0 and not all(_reaches(groups[i], present[i], limit) for i in ends):
         limit -= step
     return limit
 

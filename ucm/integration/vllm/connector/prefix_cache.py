@@ -13,11 +13,13 @@ from ucm.compat import (
     adapter_number,
     admitted_requests,
     block_ids_by_group,
+    boundary_states,
     grown_requests,
     is_streaming,
     needs_all_outputs,
     optional,
     preemptions,
+    prepared_blocks,
 )
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
@@ -360,14 +362,16 @@ class PrefixCacheScheduler:
         self._to_load = {}
         fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids if block_id != NO_BLOCK)
         self._note_sessions(scheduler_output)
-        saving: set[tuple[int, bytes]] = set()
+        states, saving = boundary_states(scheduler_output), set[tuple[int, bytes]]()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             state.ran = self.step
             if self._may_save(state):
-                saves = self._saves(state, state.request.num_computed_tokens + num_scheduled, saving)
+                computed = state.request.num_computed_tokens + num_scheduled
+                saves = self._saves(state, computed, saving)
+                saves += self._state_saves(state, computed, saving, states.get(request_id, ()))
                 plan.saves += saves
                 if saves and self._span() != state.used:  # the chain must not become older than its new end
                     self._use(state, state.request.num_computed_tokens)
@@ -406,6 +410,7 @@ class PrefixCacheScheduler:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""
         # A sparse method may use additional blocks that no request lists.
         fresh = set[int](optional(scheduler_output, "ucm_sparse_meta.taken_blocks", ()))
+        fresh |= prepared_blocks(scheduler_output)
         admitted = list(admitted_requests(scheduler_output))
         if self._options.others:
             self._exclude_others(admitted)
@@ -632,8 +637,8 @@ class PrefixCacheScheduler:
         return waits
 
     def _whole(self, state: RequestState) -> int:
-        """Return the number of blocks of a whole request, with one per group for the tokens to come."""
-        return sum(state.request.num_tokens // group.block_size + 2 for group in self._groups.groups)
+        """Return the number of blocks of a whole request."""
+        return sum(group.most_blocks(state.request.num_tokens) for group in self._groups.groups)
 
     def _let_go(self, state: RequestState) -> None:
         if state.lookup is not None:
@@ -665,7 +670,8 @@ class PrefixCacheScheduler:
                 continue
             keys = self._keys(request, group, 0, chunks)
             last = min(num_computed_tokens, lasting) // group.chunk_tokens
-            expected = range(min(group.first_needed(num_computed_tokens) // group.chunk_blocks, last), last)
+            begin = last if group.is_recurrent else group.first_needed(num_computed_tokens) // group.chunk_blocks
+            expected = range(min(begin, last), last)
             state.saved[group.index] = max(state.saved[group.index], last)
             self.stager.use(Use(request.request_id, group, keys, expected))
 
@@ -716,13 +722,7 @@ class PrefixCacheScheduler:
     def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:
         """Return saves of the chunks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
         moves: list[BlockMoves] = []
-        if not self.saves or not self.namespace:
-            return moves
-        request = state.request
-        num_tokens = min(num_tokens, request.num_tokens)
-        if not self._options.save_decode_blocks:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        num_tokens = min(num_tokens, self._options.lasting_tokens(request.num_prompt_tokens))
+        request, num_tokens = state.request, self._to_store(state, num_tokens)
         for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
             # After a failed load, or a preemption, fewer tokens are computed than before.
             computed = request.num_computed_tokens // group.chunk_tokens
@@ -754,6 +754,54 @@ class PrefixCacheScheduler:
                     moves.append(found)
                     state.to_save += len(found.keys)
         return moves
+
+    def _state_saves(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        saving: set[tuple[int, bytes]],
+        offered: Sequence[tuple[int, int, int]],
+    ) -> list[BlockMoves]:
+        """Return saves of the states that vLLM keeps at the ends of blocks, except those that it found or we loaded.
+
+        Args:
+            state: The request.
+            num_tokens: Its computed tokens after the step.
+            saving: The blocks that the step saves, by group and key.
+            offered: See `boundary_states`. A state within a block is left out: it has no key.
+        """
+        moves: list[BlockMoves] = []
+        request, num_tokens = state.request, self._to_store(state, num_tokens)
+        for index, block_id, tokens in offered:
+            group = self._groups.groups[index]
+            if tokens % group.block_size or not state.known < tokens <= num_tokens:
+                continue
+            depth = tokens // group.block_size - 1
+            keys = self._keys(request, group, depth, depth + 1)
+            if not keys or (index, keys[0]) in saving:
+                continue
+            saving.add((index, keys[0]))
+            state.to_save += 1
+            moves.append(
+                BlockMoves(
+                    request.request_id,
+                    index,
+                    keys,
+                    [block_id],
+                    step=state.ran,
+                    adapter=adapter_number(request),
+                    depth=depth,
+                )
+            )
+        return moves
+
+    def _to_store(self, state: RequestState, num_tokens: int) -> int:
+        """Return how many of a request's first tokens may be stored, of so many computed ones."""
+        request, options = state.request, self._options
+        if not self.saves or not self.namespace:
+            return 0
+        known = request.num_tokens if options.save_decode_blocks else request.num_prompt_tokens
+        return min(num_tokens, known, request.num_tokens, options.lasting_tokens(request.num_prompt_tokens))
 
 
 #: The most loads that are remembered; beyond that, any block of vLLM's own prefix cache may be one of theirs.

@@ -22,6 +22,7 @@ from ucm.compat import (
     recompute_failed_loads,
     runs_micro_batches,
     weights_move,
+    zeroes_blocks,
 )
 from ucm.config.load import wait_for_looks
 from ucm.errors import ConfigError
@@ -163,7 +164,7 @@ class SchedulerSide:
             clock=clock,
         )
         self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names, clock=clock)
-        self.policy = load_policy(connector_base, groups.windows, settings.connector)
+        self.policy = load_policy(connector_base, groups.windows, settings.connector, has_states=groups.has_states)
         self._batches = batches_in_flight(vllm_config)
         self._ranks = ranks(vllm_config)
         # Where workers send nothing to the scheduler, several ranks agree through the slab on changed weights.
@@ -578,9 +579,10 @@ class WorkerSide:
     def _create_worker(self, namespace: str) -> TransferWorker:
         config = self._vllm_config
         groups = CacheGroups(tuple(memory.group for memory in self._memories))
-        policy = load_policy(self._connector_base, groups.windows, self._settings.connector)
+        states = groups.has_states
+        policy = load_policy(self._connector_base, groups.windows, self._settings.connector, has_states=states)
         # A layer of a micro-batch is computed before the same layer of the whole batch.
-        layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
+        layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config) and not states
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
         worker = kind(
             {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
@@ -592,6 +594,7 @@ class WorkerSide:
             fails_whole=policy.fails_whole,
             clock=self._clock,
         )
+        worker.settles = zeroes_blocks(self._kv_cache_config)
         worker.reports_stored = self._settings.kv_events and self._can.hears_workers
         worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(worker, LayerWiseWorker):

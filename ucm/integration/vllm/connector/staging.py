@@ -290,7 +290,7 @@ class Stager:
         else:
             present = []
             for group, keys in by_group:
-                if group.window is None:
+                if group.needs_all:
                     row = [True] * slab.holds(group.index, keys)
                 else:
                     row = [bool(slab.holds(group.index, [key])) for key in keys]
@@ -435,7 +435,7 @@ class Stager:
     def _present(self, group: CacheGroup, keys: list[BlockKey]) -> list[bool]:
         """Return which blocks of a group all ranks have."""
         stores = self._stores[group.index]
-        if group.window is None:
+        if group.needs_all:
             count = len(keys)
             for store in stores:
                 count = store.lookup_on_prefix(keys[:count])
@@ -454,9 +454,9 @@ class Stager:
         """
         slab, groups = self._known_slab(), self._groups.groups
         needed = self._all_needed(lookup.query, end)
-        # Windows come first: they need few blocks, and without them the rest is useless.
+        # Windows and states come first: they need few blocks, and without them the rest is useless.
         wanted = sorted(
-            (group.window is None, (place + 1) * group.chunk_tokens, number, place)
+            (group.needs_all, (place + 1) * group.chunk_tokens, number, place)
             for number, group in enumerate(groups)
             for place in needed[group.index]
         )

@@ -91,6 +91,9 @@ class TransferWorker:
 
     #: The group whose loaded blocks are counted in tokens; None if another rank counts them.
     counted_group: int | None = 0
+    #: Whether a step ends after its saves were copied out of the KV cache, because vLLM zeroes blocks of the next step,
+    #: or copies states to them, before it announces that step: its V2 runner does.
+    settles = False
 
     def __init__(
         self,
@@ -139,6 +142,7 @@ class TransferWorker:
         self._unconfirmed.begin(plan)
         for moves in self.own(plan.late_saves):
             self._save(moves)
+        self._settle()
         # vLLM may not report the end of a step without a forward.
         self._throttle(active=not plan.idle)
 
@@ -262,6 +266,12 @@ class TransferWorker:
         self._throttle(active=False)
         for moves in self.own(plan.saves):
             self._save(moves)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.settles:
+            for save in self._under_way:
+                save.transfer.copied(save.task)
 
     def _throttle(self, *, active: bool) -> None:
         for transfer in self.groups.values():
@@ -502,6 +512,7 @@ class LayerWiseWorker(TransferWorker):
             for index in missing:
                 self.start_save(moves, range(index, index + 1), whole=index == missing[-1])
             self.commit(moves)
+        self._settle()
 
     def _finish_all(self) -> None:
         for place in list(self._portions_loading):

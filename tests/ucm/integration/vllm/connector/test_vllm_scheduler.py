@@ -11,6 +11,7 @@ from unittest.mock import create_autospec, patch
 import pytest
 
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
+from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 from tests.ucm.integration.vllm.connector.simulation.vllm_runs import serve
 from tests.ucm.integration.vllm.connector.test_simulation import prompts
 
@@ -19,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
+from ucm.compat import hands_over_states
 from ucm.integration.vllm.connector.identity import LiveWeights
 from ucm.integration.vllm.ucm_connector import UCMConnector
 
@@ -58,6 +60,32 @@ ENGINES = {
         groups=((4, None, 2), (4, 9, 2), (4, 1, 2)), asynchronous=True, blocks=72, layerwise=True
     ),
 }
+_HYBRID = ((4, None, 2), (4, STATE, 2), (4, STATE, 2))
+#: Models with recurrent layers, from 0.30.0 on.
+HYBRIDS = {
+    "staged": Setting(groups=_HYBRID, blocks=72),
+    "aborts": Setting(groups=_HYBRID, blocks=48, ranks=2, aborts=0.2, failing_saves=0.1),
+    "reads fail": Setting(groups=_HYBRID, blocks=48, ranks=2, failing_loads=0.3, aborts=0.1),
+    "direct": Setting(groups=_HYBRID, blocks=48, loads="direct", ranks=2),
+    "direct, loads fail": Setting(groups=_HYBRID, blocks=48, loads="direct", failing_loads=0.3, aborts=0.1),
+    "asynchronous": Setting(groups=_HYBRID, blocks=72, asynchronous=True, failing_loads=0.1, aborts=0.1),
+    "layer-wise connector": Setting(groups=_HYBRID, blocks=72, layerwise=True, aborts=0.1),
+    "small steps": Setting(groups=_HYBRID, blocks=48, budget=8, chunk=5, aborts=0.1),
+    "chunks": Setting(groups=_HYBRID, blocks=72, stored_tokens=8, ranks=2, failing_loads=0.1, aborts=0.1),
+    "announced late": Setting(groups=_HYBRID, blocks=48, announced_late=True, aborts=0.2),
+    "announced late, asynchronous": Setting(groups=_HYBRID, blocks=48, announced_late=True, asynchronous=True),
+    "prompts alone": Setting(groups=_HYBRID, blocks=48, save_decode_blocks=False),
+    "with a window": Setting(groups=((4, None, 2), (4, 9, 2), (4, STATE, 2)), blocks=72, failing_loads=0.1, aborts=0.1),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.skipif(not hands_over_states(), reason="this vLLM does not tell connectors where states are")
+def test_models_with_recurrent_layers(name: str, tmp_path: Path) -> None:
+    setting = HYBRIDS[name]
+    chance = random.Random(1)  # noqa: S311 - no secret
+    happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13))
+    print(name, dict(happened))
 
 
 @pytest.mark.parametrize("name", ENGINES)

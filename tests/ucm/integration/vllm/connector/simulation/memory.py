@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ucm.integration.vllm.connector.simulation.truth import CELL, attend, cell, digest, embed
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, STATE, attend, cell, digest, embed, state_after
 from tests.ucm.integration.vllm.connector.tensors import Tensor
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 
@@ -45,6 +45,14 @@ def forward(
     Returns:
         The layer's output.
     """
+    if truth.windows[layer] == STATE:
+        after = []
+        for chunk, values in zip(chunks, hidden, strict=True):
+            states = [memory.recur(layer, chunk, values) for memory in memories]
+            after.append(
+                [digest(value, *map(attend, of_token)) for value, *of_token in zip(values, *states, strict=True)]
+            )
+        return after
     for memory in memories:
         for chunk, values in zip(chunks, hidden, strict=True):
             memory.write(layer, chunk, values)
@@ -82,8 +90,10 @@ class KVMemory:
             for place, name in enumerate(group.layer_names):
                 size = num_blocks * group.block_size * CELL.itemsize
                 raw = shared.setdefault((group.block_size, place), np.full(size, 0xEE, np.uint8))
-                self.caches[name] = Tensor(raw, (num_blocks, group.block_size, 1), (group.block_size, 1, 1), CELL)
+                cells = 1 if group.is_recurrent else group.block_size
+                self.caches[name] = Tensor(raw, (num_blocks, cells, 1), (group.block_size, 1, 1), CELL)
                 self._cells.append(raw.view(CELL).reshape(num_blocks, group.block_size))
+        self._states: dict[str, int] = {}
 
     def write(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> None:
         """Write the cells of a chunk from the layer's input."""
@@ -91,6 +101,44 @@ class KVMemory:
         for position, value in enumerate(hidden, chunk.start):
             block = chunk.block_ids[group.index][position // group.block_size]
             self._cells[layer][block, position % group.block_size] = cell(value, layer, self.rank)
+
+    def prepare(self, zeroed: Sequence[int]) -> None:
+        """Zero blocks in the layers with attention, as vLLM does for models with recurrent layers."""
+        for layer, group in enumerate(self.group_of):
+            if not self.groups.groups[group].is_recurrent:
+                self._cells[layer][list(zeroed)] = 0
+
+    def move_state(self, request_id: str, chunk: Chunk, *, begins: bool) -> None:
+        """Copy the states of a request's last step to the blocks that this step uses, as vLLM does in mode `align`.
+
+        Args:
+            request_id: The request.
+            chunk: Its tokens in this step.
+            begins: Whether the step starts or resumes it.
+        """
+        for layer, group in enumerate(self.group_of):
+            if not self.groups.groups[group].is_recurrent:
+                continue
+            size, ids = self.groups.groups[group].block_size, chunk.block_ids[group]
+            known = None if begins else self._states.get(request_id)
+            before = (chunk.start - 1) // size if known is None else known
+            now = (chunk.start + len(chunk.tokens) - 1) // size
+            if before not in {-1, now}:
+                self._cells[layer][ids[now]] = self._cells[layer][ids[before]]
+        sizes = [group.block_size for group in self.groups.groups if group.is_recurrent]
+        if sizes:
+            self._states[request_id] = (chunk.start + len(chunk.tokens) - 1) // sizes[0]
+
+    def recur(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> list[bytes]:
+        """Advance a request's state by a chunk; return the state after each token."""
+        group = self.groups.groups[self.group_of[layer]]
+        block = chunk.block_ids[group.index][(chunk.start + len(hidden) - 1) // group.block_size]
+        state, after = int(self._cells[layer][block, 0]) if chunk.start else 0, []
+        for value in hidden:
+            state = state_after(state, value, layer, self.rank)
+            after.append(CELL.type(state).tobytes())
+        self._cells[layer][block, 0] = state
+        return after
 
     def attend(self, layer: int, chunk: Chunk, window: int | None) -> list[int]:
         """Return the attention output of each token of a chunk, from the cells in memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from tests.ucm.integration.vllm.connector.simulation.truth import Truth
+from tests.ucm.integration.vllm.connector.simulation.truth import STATE, Truth
 from tests.ucm.stepping.setting import EngineSetting
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 
@@ -18,7 +18,7 @@ class Setting(EngineSetting):
     """The settings of an engine.
 
     Args:
-        groups: The block size, window and number of layers of each group.
+        groups: The block size, window (`STATE` for recurrent layers) and number of layers of each group.
         stored_tokens: The tokens of a stored chunk; 0: each block is stored alone.
         ranks: The number of workers.
         batches: The number of steps in flight.
@@ -36,6 +36,7 @@ class Setting(EngineSetting):
         losses: The share of steps at which blocks are deleted from the store.
         save_decode_blocks: Whether blocks of generated tokens are saved.
         staged: Whether the KV cache is on a device: torch's CPU.
+        announced_late: Whether vLLM prepares the blocks of a step before it announces the step: its V2 runner does.
     """
 
     groups: tuple[tuple[int, int | None, int], ...] = ((4, None, 5),)
@@ -55,6 +56,7 @@ class Setting(EngineSetting):
     losses: float = 0.0
     save_decode_blocks: bool = True
     staged: bool = False
+    announced_late: bool = False
     blocks: int = field(default=24, kw_only=True)
     budget: int = field(default=16, kw_only=True)
     running: int = field(default=4, kw_only=True)
@@ -66,7 +68,14 @@ class Setting(EngineSetting):
     def cache_groups(self) -> CacheGroups:
         names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))
         groups = tuple(
-            CacheGroup(index, size, window, {}, tuple(next(names) for _ in range(count)))
+            CacheGroup(
+                index,
+                size,
+                None if window == STATE else window,
+                {},
+                tuple(next(names) for _ in range(count)),
+                is_recurrent=window == STATE,
+            )
             for index, (size, window, count) in enumerate(self.groups)
         )
         return in_chunks(CacheGroups(groups), self.stored_tokens)

@@ -18,6 +18,8 @@ CELL = np.dtype("<u8")
 #: Token 0 ends a request. The vocabulary is small, so that requests share prefixes.
 VOCABULARY = 6
 END = 0
+#: In place of a layer's window: the layer is recurrent. Its cell of a token is its state after it.
+STATE = 0
 
 
 def digest(*parts: int) -> int:
@@ -35,6 +37,11 @@ def cell(hidden: int, layer: int, rank: int) -> int:
     return digest(hidden, layer, rank)
 
 
+def state_after(before: int, hidden: int, layer: int, rank: int) -> int:
+    """Return a recurrent layer's state after a token, from the state before it (0 at the start) and its input."""
+    return digest(before, hidden, layer, rank)
+
+
 def attend(context: bytes) -> int:
     """Return the attention output of the cells that a token attends to, oldest first, its own last."""
     return xxhash.xxh3_64_intdigest(context)
@@ -49,7 +56,7 @@ class Truth:
     """The model without an engine: like in a transformer, each layer of each rank adds to the next layer's input.
 
     Args:
-        windows: The attention window of each layer; None for full attention.
+        windows: The attention window of each layer; None for full attention, `STATE` for a recurrent layer.
         ranks: The number of ranks, each with its own KV.
     """
 
@@ -69,8 +76,13 @@ class Truth:
                 known[..., :-1] = self.cells(whole[:-1])
                 hidden = embed(whole[-1], len(whole) - 1)
                 for layer, window in enumerate(self.windows):
-                    begin = 0 if window is None else max(0, len(whole) - window)
-                    known[:, layer, -1] = [cell(hidden, layer, rank) for rank in range(self.ranks)]
+                    begin = 0 if window is None else max(0, len(whole) - max(window, 1))
+                    if window == STATE:
+                        before = known[:, layer, -2] if len(whole) > 1 else np.zeros(self.ranks, CELL)
+                        states = [state_after(int(one), hidden, layer, rank) for rank, one in enumerate(before)]
+                        known[:, layer, -1] = states
+                    else:
+                        known[:, layer, -1] = [cell(hidden, layer, rank) for rank in range(self.ranks)]
                     hidden = digest(hidden, *(attend(row[begin:].tobytes()) for row in known[:, layer]))
                 self._following[whole] = next_token(hidden)
             self._cells[whole] = known

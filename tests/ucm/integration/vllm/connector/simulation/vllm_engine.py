@@ -20,7 +20,13 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -28,7 +34,7 @@ from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
 from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
-from tests.ucm.integration.vllm.connector.simulation.truth import END, next_token
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, END, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
 from ucm.integration.vllm.connector import identity, sides
@@ -59,6 +65,7 @@ class Work:
     count: int
     tokens: list[int] | None
     block_ids: list[list[int]]
+    begins: bool
 
 
 class VllmEngine:
@@ -93,6 +100,8 @@ class VllmEngine:
         self._size = groups.groups[0].block_size
         self._new = Requests(self._size, stop=[END])
         config = self._configuration(write_model(directory / "model"))
+        if groups.has_states:
+            config.cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such a model
         clock.advance(1.0)  # or the time in which files that were just written may change unseen would pass later
         specs = [KVCacheGroupSpec(list(group.layer_names), _specification(group)) for group in groups.groups]
         caches = KVCacheConfig(setting.blocks, [], specs)
@@ -227,7 +236,7 @@ class VllmEngine:
             known = request_id in resumed or not self.setting.asynchronous
             tokens = list(self.scheduler.requests[request_id].all_token_ids) if known else None
             blocks = [list(row) for row in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
-            found.append(Work(request_id, starts[request_id], count, tokens, blocks))
+            found.append(Work(request_id, starts[request_id], count, tokens, blocks, request_id in resumed))
         return found
 
     def _execute(self, output: Any, work: list[Work]) -> None:
@@ -238,11 +247,10 @@ class VllmEngine:
                 self._tokens[found.request_id] = found.tokens
             tokens = self._tokens[found.request_id]
             chunks.append(Chunk(found.start, tokens[found.start : found.start + found.count], found.block_ids))
-        runs = []
-        for worker in self.workers:
-            mine = copy.copy(output)
-            mine.kv_connector_metadata = pickle.loads(metadata)  # noqa: S301 - our own, as vLLM does
-            runs.append(self._begin(worker, mine))
+        runs = [
+            self._begin(*one, copy.copy(output), metadata, list(zip(work, chunks, strict=True)))
+            for one in zip(self.workers, self.memories, strict=True)
+        ]
         hidden = embedded(chunks)
         for layer, name in enumerate(self.memories[0].layers) if chunks else ():
             for worker in self.workers:
@@ -258,9 +266,18 @@ class VllmEngine:
         results = [runner_output(output, sampled, kv_connector_output=outcome) for outcome in outputs]
         self._executed.append((output, self._aggregator.aggregate(results)))
 
-    def _begin(self, worker: Any, output: Any) -> tuple[Any, Any]:
+    def _begin(
+        self, worker: Any, memory: KVMemory, output: Any, metadata: bytes, work: list[tuple[Work, Chunk]]
+    ) -> tuple[Any, Any]:
         """Do vLLM's work before the forward; return its entered context manager, and the output that it fills."""
-        worker.handle_preemptions(output.kv_connector_metadata)
+        output.kv_connector_metadata = pickle.loads(metadata)  # noqa: S301 - our own, as vLLM does
+        if not self.setting.announced_late:
+            worker.handle_preemptions(output.kv_connector_metadata)
+        memory.prepare(getattr(output, "new_block_ids_to_zero", None) or ())
+        for found, chunk in work:
+            memory.move_state(found.request_id, chunk, begins=found.begins)
+        if self.setting.announced_late:
+            worker.handle_preemptions(output.kv_connector_metadata)
         assert not getattr(output, "kv_cache_block_copies", None)
         with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker):
             manager = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
@@ -300,7 +317,15 @@ class VllmEngine:
 
 
 def _specification(group: CacheGroup) -> Any:
-    """Return a specification with one int64 cell per token."""
+    """Return a specification with one int64 cell per token, or one per state."""
+    if group.is_recurrent:
+        return MambaSpec(
+            block_size=group.block_size,
+            shapes=((1, 1),),
+            dtypes=(torch.int64,),
+            page_size_padded=group.block_size * CELL.itemsize,
+            mamba_cache_mode="align",
+        )
     cells = {"block_size": group.block_size, "num_kv_heads": 1, "dtype": torch.int64}
     if group.window is None:
         return FullAttentionSpec(head_size=1, head_size_v=0, **cells)

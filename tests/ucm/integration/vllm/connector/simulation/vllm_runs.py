@@ -93,12 +93,13 @@ def check_stored(engine: VllmEngine) -> int:
     for tag, store in engine.stores.items():
         memory, group = next(part for begins, part in parts.items() if tag.startswith(begins))
         layers = [layer for layer, of in enumerate(memory.group_of) if of == group.index]
-        nbytes, slices = group.block_size * CELL.itemsize, len(layers) * group.chunk_blocks
+        tokens = 1 if group.is_recurrent else group.chunk_tokens
+        nbytes, slices = tokens // group.chunk_blocks * CELL.itemsize, len(layers) * group.chunk_blocks
         there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
         read = {key: [bytearray(nbytes) for _ in range(slices)] for key in there}
         blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in read.items()]
         for key in store.inner.wait(store.inner.load(blocks)).done:
-            right = engine.truth.cells(engine.known[key])[memory.rank, layers, -group.chunk_tokens :]
+            right = engine.truth.cells(engine.known[key])[memory.rank, layers, -tokens:]
             assert b"".join(read[key]) == right.astype(CELL).tobytes(), "a wrong block was stored"
             count += 1
     return count
