@@ -73,6 +73,37 @@ HYBRID: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+#: The block size that vLLM chooses for `RECURRENT`, so that a block of attention has room for a state.
+STATE_BLOCK = 160
+#: Mamba 2 in every second layer: a state instead of KV.
+RECURRENT: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "position_embedding_type": "rope",
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+}
+#: How an engine of such a model is started: vLLM's kernel for the CPU fails on steps longer than a block.
+RECURRENT_ENGINE: dict[str, Any] = {"max_num_batched_tokens": STATE_BLOCK, "num_gpu_blocks_override": 40}
 #: As many KV heads as two ranks can share.
 SHARED: dict[str, Any] = {
     **_COMMON,

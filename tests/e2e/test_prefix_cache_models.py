@@ -1,4 +1,4 @@
-"""Models with other KV caches than one group of keys and values: mixed sliding windows, latent KV."""
+"""Models with other KV caches than one group of keys and values: mixed sliding windows, latent KV, recurrent states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.prefix_models import LATENT_BLOCK
+from tests.e2e.prefix_models import LATENT_BLOCK, STATE_BLOCK
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tests.e2e.environment import Environment
@@ -37,6 +37,7 @@ def run(
     directory: Path,
     engine: Mapping[str, Any],
     store: Path | None = None,
+    batches: Sequence[Sequence[Request]] | None = None,
 ) -> tuple[list[Answer], str]:
     """Return a new engine's answers and log, once all blocks are in the store."""
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
@@ -45,7 +46,7 @@ def run(
 
     started = PrefixEngine(environment, directory, engine, IN_PROCESS)
     with started:
-        answers = [answer for batch in requests() for answer in started.generate(batch)]
+        answers = [answer for batch in batches or requests() for answer in started.generate(batch)]
         if store is not None:
             wait_for_quiet(store)
     return answers, started.log
@@ -155,3 +156,92 @@ def test_damaged_latent_kv_is_computed(latent: Latent) -> None:
 def test_latent_attention_that_rotates_by_other_positions_is_refused(latent: Latent) -> None:
     """On 0.32.0 without this refusal, two engines gave different tokens for the same prompts, now and then."""
     assert "by the positions of other tokens" in latent.refusal
+
+
+def long_requests() -> list[list[Request]]:
+    """Return batches: shorter than a block and longer, with a common prefix, more than fit at once."""
+    common = prompt(2 * STATE_BLOCK + 80, "common")
+    alone = [
+        prompt(2 * STATE_BLOCK + 30, "alone"),
+        prompt(50, "alone"),
+        prompt(STATE_BLOCK, "alone"),
+        prompt(161, "alone"),
+    ]
+    shared = [[*common, *prompt(count, "tail")] for count in (40, 100, 240)]
+    crowd = [
+        *(prompt(250 + 40 * n, "crowd") for n in range(5)),
+        *([*common, *prompt(9 + n, "crowd")] for n in range(5)),
+    ]
+    return [*([request(tokens, 24)] for tokens in (*alone, *shared)), [request(tokens, 90) for tokens in crowd]]
+
+
+class Recurrent:
+    """The engines of a model with recurrent layers, each of which answers everything, resets its cache, and repeats."""
+
+    def __init__(self, runs: PrefixRuns, directory: Path) -> None:
+        from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
+        from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415
+        from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, write_tiny_model  # noqa: PLC0415
+        from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
+
+        environment, batches = runs.environments[False], [*long_requests(), *long_requests()]
+        model = write_tiny_model(environment, "recurrent", RECURRENT)
+        engine = {"model": str(model), **RECURRENT_ENGINE}
+        store = directory / "store"
+        self.reference, _ = run(runs.environments[None], directory / "reference", engine, None, batches)
+        direct = {**engine, **connector(posix(store))}
+        self.cold, self.cold_log = run(environment, directory / "cold", direct, store, batches)
+        copies = {what: directory / what for what in ("states", "attention", "lost")}
+        self.damaged = {}
+        for copied in copies.values():
+            shutil.copytree(store, copied)
+        layer_wise = connector(posix(store), "UCMLayerWiseConnector")
+        self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **layer_wise}, None, batches)
+        files = {what: of_group(block_files(copies[what]), states=what != "attention") for what in copies}
+        self.changed = {what: damage_some(files[what], seed=1) for what in ("states", "attention")}
+        for path in files["lost"]:
+            path.unlink()
+        for what, copied in copies.items():
+            broken = {**engine, **connector(posix(copied))}
+            self.damaged[what] = run(environment, directory / f"{what} run", broken, None, batches)[0]
+
+
+def of_group(files: Mapping[str, Path], *, states: bool) -> list[Path]:
+    """Return the files of the groups with states, or of the group with attention, which comes first."""
+    return [path for path in files.values() if ("-g0-" in str(path)) != states]
+
+
+@pytest.fixture(scope="module")
+def recurrent(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Recurrent:
+    return Recurrent(prefix_runs, tmp_path_factory.mktemp("recurrent"))
+
+
+@pytest.mark.parametrize("name", ["cold", "warm"])
+def test_tokens_with_recurrent_layers(recurrent: Recurrent, name: str) -> None:
+    answers: list[Answer] = getattr(recurrent, name)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
+
+
+def test_as_much_is_found_as_in_the_engines_own_memory(recurrent: Recurrent) -> None:
+    """By requests one at a time; how many blocks an engine still has for a crowd is a matter of time."""
+    alone = len(long_requests()) - 1
+    again = len(recurrent.reference) // 2
+    kept = [answer.cached for answer in recurrent.reference[again : again + alone]]
+    assert sum(kept) > 5 * STATE_BLOCK
+    assert [answer.cached for answer in recurrent.warm[:alone]] == kept
+
+
+@pytest.mark.parametrize("what", ["states", "attention"])
+def test_a_damaged_state_or_block_is_computed(recurrent: Recurrent, what: str) -> None:
+    assert recurrent.changed[what] > 5
+    answers = recurrent.damaged[what]
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
+    again = len(answers) // 2
+    found, intact = (sum(answer.cached or 0 for answer in some[:again]) for some in (answers, recurrent.warm))
+    assert found < intact
+
+
+def test_without_states_nothing_is_found(recurrent: Recurrent) -> None:
+    answers = recurrent.damaged["lost"]
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
+    assert not any(answer.cached for answer in answers[: len(long_requests()) - 1])

@@ -183,9 +183,29 @@ def test_the_v2_runner_announces_a_step_after_it_updated_its_requests(release: s
     assert vllm.sequence(node, "update_requests", "pre_forward") == ["update_requests", "pre_forward"]
 
 
+@pytest.mark.parametrize("release", since("0.30.0"))
+def test_which_block_holds_a_state_is_told_for_whole_blocks_that_vllm_keeps(release: str) -> None:
+    """With the end of its tokens: blocks of states move, so their places in a request's list say nothing."""
+    node = vllm.function(release, "vllm/v1/core/single_type_kv_cache_manager.py", "MambaManager.cache_blocks")
+    (told,) = [c for c in vllm.calls(node, "append") if "_pending_boundary_state_offloads" in ast.unparse(c.func)]
+    assert ast.unparse(told.args[0]).endswith("block, block.block_hash_num_tokens)")
+    plan = schedule(release)
+    (taken,) = vllm.calls(plan, "take_boundary_state_offloads")
+    (made,) = vllm.calls(plan, "_build_kv_connector_meta")
+    assert vllm.calls(plan, "allocate_slots")[-1].lineno < taken.lineno < made.lineno
+
+
+@pytest.mark.parametrize("release", since("0.30.0"))
+def test_a_state_is_copied_before_loads_within_the_step_begin(release: str) -> None:
+    """So a state must be loaded between steps."""
+    node = vllm.function(release, vllm.RUNNER, "GPUModelRunner.execute_model")
+    names = ("handle_preemptions", "_update_states", "preprocess_mamba", "maybe_get_kv_connector_output")
+    assert vllm.sequence(node, *names) == list(names)
+
+
 @pytest.mark.parametrize("release", since("0.17.1"))
-def test_blocks_are_zeroed_only_for_models_that_are_refused_or_must_be(release: str) -> None:
-    """Mamba and, from 0.27.1 on, layers of several precisions: a running save would read the zeros."""
+def test_for_which_models_blocks_are_zeroed(release: str) -> None:
+    """Mamba and, from 0.27.1 on, layers of several precisions: a save that ran on would read the zeros."""
     node = vllm.function(release, vllm.CONFIG, "KVCacheConfig.needs_kv_cache_zeroing")
     result = node.body[-1]
     assert isinstance(result, ast.Return)

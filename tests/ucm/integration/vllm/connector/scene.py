@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.ucm.integration.vllm.connector.simulation.pool import Blocks
 from tests.ucm.integration.vllm.connector.simulation.request import Request
-from tests.ucm.integration.vllm.connector.simulation.truth import Keys
+from tests.ucm.integration.vllm.connector.simulation.truth import STATE, Keys
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
@@ -116,7 +116,7 @@ class Scene:
 
     Args:
         clock: Time and threads.
-        windows: The window of each KV-cache group.
+        windows: The window of each KV-cache group; `STATE` for recurrent layers.
         begins: Whether the namespace is known from the start.
         rows: How many blocks may be staged; 0 if the workers read the store directly.
         ranks: The number of ranks.
@@ -137,7 +137,10 @@ class Scene:
         **options: Any,
     ) -> None:
         self.clock = clock
-        groups = [CacheGroup(index, SIZE, window, {}, ()) for index, window in enumerate(windows or (None,))]
+        groups = [
+            CacheGroup(index, SIZE, window or None, {}, (), is_recurrent=window == STATE)
+            for index, window in enumerate(windows or (None,))
+        ]
         self.groups = in_chunks(CacheGroups(tuple(groups)), stored_tokens)
         self.stores = {group.index: [KeyStore(clock) for _ in range(ranks)] for group in groups}
         self.store = self.stores[0][0]
@@ -209,8 +212,9 @@ class Scene:
         scheduled: Mapping[str, int],
         admitted: Sequence[tuple[Request, list[list[int]]]] = (),
         grown: Mapping[str, list[list[int]]] | None = None,
+        **more: Any,
     ) -> StepPlan:
-        """Plan a step."""
+        """Plan a step; ``more`` is what else vLLM says of it."""
         grown = grown or {}
         output = SimpleNamespace(
             num_scheduled_tokens=dict(scheduled),
@@ -227,12 +231,28 @@ class Scene:
                 resumed_req_ids=set(),
                 num_computed_tokens=[0] * len(grown),
             ),
+            **more,
         )
         return self.side.plan(output)
 
-    def run(self, request: Request, count: int, rows: list[list[int]] | None = None) -> StepPlan:
-        """Plan a step that computes tokens of one request, with its blocks if it is new; count them as computed."""
-        plan = self.step({request.request_id: count}, [] if rows is None else [(request, rows)])
+    def run(
+        self,
+        request: Request,
+        count: int,
+        rows: list[list[int]] | None = None,
+        states: Sequence[tuple[int, int, int]] = (),
+    ) -> StepPlan:
+        """Plan a step that computes tokens of one request, with its blocks if it is new; count them as computed.
+
+        Args:
+            request: The request.
+            count: Its tokens in the step.
+            rows: Its blocks, if it is new.
+            states: The states that the step leaves: group, block, and tokens up to there.
+        """
+        told = SimpleNamespace(boundary_state_offloads={request.request_id: list(states)})
+        admitted = [] if rows is None else [(request, rows)]
+        plan = self.step({request.request_id: count}, admitted, kv_connector_block_state=told)
         request.num_computed_tokens += count
         return plan
 

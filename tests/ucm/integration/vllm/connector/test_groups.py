@@ -77,7 +77,18 @@ class PaddedSpec:
 PaddedSpec.__name__ = "MLAAttentionSpec"
 
 
+@dataclass
 class MambaSpec:
+    """Since 0.30.0; the pages of states are padded to those of attention."""
+
+    block_size: int = 16
+    shapes: tuple[tuple[int, ...], ...] = ((3, 4), (2, 8))
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    real_page_size_bytes: int = 88
+    page_size_bytes: int = 1024
+
+
+class CircularBufferSpec:
     block_size = 16
     page_size_bytes = 64
 
@@ -203,6 +214,50 @@ def test_uniform_types_keep_what_the_longest_reach_needs() -> None:
     assert only(config((["a", "b"], UniformTypeKVCacheSpecs(specs)))).window is None
 
 
+def test_recurrent_layers() -> None:
+    group = only(config((["a", "b"], MambaSpec())))
+    assert (group.window, group.is_recurrent, group.page_sizes) == (None, True, {"a": 88, "b": 88})
+    others = [MambaSpec(shapes=((3, 4), (2, 4))), MambaSpec(dtypes=("bfloat16", "bfloat16")), FullAttentionSpec()]
+    facts = [str(only(config((["a", "b"], spec))).facts) for spec in others]
+    assert len({str(group.facts), *facts}) == 4
+    with pytest.raises(UnsupportedModelError, match="group 0 has recurrent layers and others"):
+        only(config((["a", "b"], UniformTypeKVCacheSpecs({"a": MambaSpec(), "b": FullAttentionSpec()}))))
+
+
+@given(st.integers(1, 8), st.integers(0, 9), st.integers(0, 200))
+def test_a_request_continues_with_the_state_of_its_last_block_alone(
+    block_size: int, computed_blocks: int, num_tokens: int
+) -> None:
+    group = CacheGroup(0, block_size, None, {}, (), is_recurrent=True)
+    end, computed = num_tokens // block_size * block_size, computed_blocks * block_size
+    blocks = list(range(100, 100 + end // block_size))
+    expected = [len(blocks) - 1] if end > computed else []
+    assert list(group.needed(computed, end)) == expected
+    assert group.to_load(blocks, computed, end) == [blocks[place] for place in expected]
+    assert not group.to_save(0, computed, end)
+    assert group.first_needed(end) == max(len(blocks) - 1, 0)
+
+
+def test_a_state_is_stored_alone_where_blocks_are_stored_in_chunks() -> None:
+    groups = (CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True))
+    assert [group.chunk_blocks for group in in_chunks(CacheGroups(groups), 16).groups] == [4, 1]
+
+
+def test_a_hit_ends_where_there_is_a_state() -> None:
+    full, states = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)
+    there = [False, True, False, False, True, False, True, False]
+    assert longest_hit([full, states], [[True] * 8, there], 32, 4) == 28
+    assert longest_hit([full, states], [[True] * 6 + [False] * 2, there], 32, 4) == 20
+    assert longest_hit([full, states], [[True] * 4 + [False] * 4, there], 32, 4) == 8
+    assert longest_hit([full, states], [[True] * 8, [False] * 8], 32, 4) == 0
+    assert longest_hit([states, full], [there, [False] * 8], 32, 4) == 0
+
+
+def test_a_request_holds_few_states() -> None:
+    full, states = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)
+    assert (full.most_blocks(1001), states.most_blocks(1001)) == (252, 3)
+
+
 def test_several_groups_have_a_common_alignment() -> None:
     found = cache_groups(
         None, config((["a"], FullAttentionSpec(block_size=16)), (["b"], SlidingWindowSpec(block_size=24)))
@@ -218,7 +273,13 @@ def test_releases_without_a_cache_configuration_have_one_group() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [MambaSpec(), SinkFullAttentionSpec(), ChunkedLocalAttentionSpec(), CrossAttentionSpec(), SlidingWindowMLASpec()],
+    [
+        CircularBufferSpec(),
+        SinkFullAttentionSpec(),
+        ChunkedLocalAttentionSpec(),
+        CrossAttentionSpec(),
+        SlidingWindowMLASpec(),
+    ],
     ids=lambda spec: type(spec).__name__,
 )
 @pytest.mark.parametrize("within", [False, True])

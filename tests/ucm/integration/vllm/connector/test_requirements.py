@@ -120,6 +120,13 @@ def test_loads_of_a_window_alone_fail_as_a_whole_or_must_not_fail() -> None:
     assert load_policy(Transfers, [64, 32], "direct") == WITHIN
 
 
+def test_a_state_is_loaded_between_steps_whatever_the_connector() -> None:
+    """Within a step vLLM copies the state that it continues from before it starts the step's loads."""
+    whole = LoadPolicy(between_steps=True, background=True, fails_whole=True)
+    for kind in ("direct", "layerwise"):
+        assert load_policy(Transfers, [None, None], kind, has_states=True) == whole
+
+
 def test_micro_batches() -> None:
     assert not runs_micro_batches(config())
     assert not runs_micro_batches(config(parallel={"enable_dbo": False, "ubatch_size": 0}))
@@ -140,10 +147,25 @@ def test_a_release_without_context_parallelism_is_taken() -> None:
     refuse_what_cannot_work(config(), None)
 
 
-def test_a_cache_that_vllm_zeroes_is_refused() -> None:
-    refuse_what_cannot_work(config(), SimpleNamespace(needs_kv_cache_zeroing=False))
-    with pytest.raises(UnsupportedModelError, match="zeroes blocks"):
-        refuse_what_cannot_work(config(), SimpleNamespace(needs_kv_cache_zeroing=True))
+def caches(*modes: str | None) -> Any:
+    specs = [SimpleNamespace() if mode is None else SimpleNamespace(mamba_cache_mode=mode) for mode in modes]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_recurrent_layers_are_refused_where_their_states_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(model="hybrid")
+    refuse_what_cannot_work(config(), caches(None, None))
+    with pytest.raises(UnsupportedModelError, match="which blocks hold the states") as refused:
+        refuse_what_cannot_work(config(model_config=model), caches(None, "align"))
+    assert refused.value.fix.startswith("use vLLM 0.30.0 or newer")
+    monkeypatch.setattr(failures, "hands_over_states", lambda: True)
+    refuse_what_cannot_work(config(), caches(None, "align", "align"))
+    for modes in ((None, "none"), ("align", "all")):
+        with pytest.raises(UnsupportedModelError, match="only where vLLM keeps them at the ends of blocks") as refused:
+            refuse_what_cannot_work(config(), caches(*modes))
+        assert refused.value.where == f"cache_config.mamba_cache_mode = {modes[1]}"
+    with pytest.raises(UnsupportedModelError, match="when it rejects drafted tokens"):
+        refuse_what_cannot_work(config(speculative_config=SimpleNamespace()), caches("align"))
 
 
 @pytest.mark.parametrize("device", [{"device_type": "cuda"}, {"device_type": None, "device": "npu"}, {}])

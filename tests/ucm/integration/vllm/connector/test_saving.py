@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
 
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
+from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 
 if TYPE_CHECKING:
     import pytest
@@ -206,3 +208,62 @@ def test_a_window_saves_what_has_not_slid_out_of_it(clock: SimulatedClock) -> No
     new.num_computed_tokens = 14
     plan = scene.run(new, 2)
     assert [(moves.group, len(moves.keys)) for moves in plan.saves] == [(0, 4), (1, 2)]
+
+
+# States of recurrent layers
+
+
+def test_the_states_that_vllm_keeps_are_saved(clock: SimulatedClock) -> None:
+    """Each from the block that vLLM names, whatever the request's list of blocks says."""
+    scene = Scene(clock, None, STATE)
+    new = request(TOKENS)
+    scene.admit(new)
+    chain = scene.keys.chain(TOKENS, SIZE)
+    plan = scene.run(new, 16, scene.rows, [(1, 77, 16)])
+    assert [(moves.group, len(moves.keys)) for moves in plan.saves] == [(0, 4), (1, 1)]
+    state = plan.saves[1]
+    assert (state.keys, state.block_ids, state.depth) == ([chain[3]], [77], 3)
+    assert not scene.run(new, 1, None, [(1, 78, 17)]).saves  # within a block
+
+
+def test_a_state_that_vllm_has_or_that_was_loaded_is_not_saved_again(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, STATE)
+    for group in (0, 1):
+        scene.keep(TOKENS[:12], group)
+    new = request(TOKENS)
+    assert scene.admit(new, computed=4, had=[70]) == 8
+    scene.step({})
+    told = [(1, 77, 4), (1, 78, 12), (1, 79, 16)]
+    plan = scene.run(new, 4, scene.rows, told)
+    assert [(moves.group, moves.block_ids) for moves in plan.saves if moves.group] == [(1, [79])]
+
+
+def test_of_generated_tokens_no_state_is_saved_if_their_blocks_are_not(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, STATE, save_decode_blocks=False)
+    new = request(TOKENS[:8])
+    scene.admit(new)
+    assert [moves.group for moves in scene.run(new, 8, scene.rows, [(1, 77, 8)]).saves] == [0, 1]
+    new.output.append(3)
+    for token in (1, 2, 4):
+        scene.run(new, 1)
+        new.output.append(token)
+    assert not scene.run(new, 1, None, [(1, 78, 12)]).saves
+
+
+def test_a_state_is_saved_once_per_step(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, STATE)
+    one, two = request(TOKENS), request(TOKENS)
+    admitted = []
+    for new in (one, two):
+        scene.admit(new)
+        admitted.append((new, scene.rows))
+    told = SimpleNamespace(boundary_state_offloads={one.request_id: [(1, 77, 16)], two.request_id: [(1, 78, 16)]})
+    plan = scene.step({one.request_id: 16, two.request_id: 16}, admitted, kv_connector_block_state=told)
+    assert [moves.block_ids for moves in plan.saves if moves.group] == [[77]]
+
+
+def test_blocks_that_vllm_prepares_ahead_of_a_step_are_written_by_it(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
+    copies = [SimpleNamespace(src_block_id=5, dst_block_id=6)]
+    plan = scene.step({}, new_block_ids_to_zero=[7], kv_cache_block_copies=copies)
+    assert plan.fresh_block_ids == {6, 7}
