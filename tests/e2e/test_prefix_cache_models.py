@@ -159,32 +159,31 @@ def test_latent_attention_that_rotates_by_other_positions_is_refused(latent: Lat
 
 
 def long_requests() -> list[list[Request]]:
-    """Return batches: shorter than a block and longer, with a common prefix, more than fit at once."""
+    """Return batches: requests alone, each twice, shorter than a block and longer; and more than fit at once."""
     common = prompt(2 * STATE_BLOCK + 80, "common")
-    alone = [
-        prompt(2 * STATE_BLOCK + 30, "alone"),
-        prompt(50, "alone"),
-        prompt(STATE_BLOCK, "alone"),
-        prompt(161, "alone"),
-    ]
+    alone = [prompt(count, "alone") for count in (2 * STATE_BLOCK + 30, 50, STATE_BLOCK, STATE_BLOCK + 1)]
     shared = [[*common, *prompt(count, "tail")] for count in (40, 100, 240)]
     crowd = [
         *(prompt(250 + 40 * n, "crowd") for n in range(5)),
         *([*common, *prompt(9 + n, "crowd")] for n in range(5)),
     ]
-    return [*([request(tokens, 24)] for tokens in (*alone, *shared)), [request(tokens, 90) for tokens in crowd]]
+    twice = [[request(tokens, 24)] for tokens in (*alone, *shared) for _ in range(2)]
+    return [*twice, [request(tokens, 90) for tokens in crowd]]
+
+
+#: How many of these are alone.
+ALONE = 14
 
 
 class Recurrent:
-    """The engines of a model with recurrent layers, each of which answers everything, resets its cache, and repeats."""
+    """The engines of a model with recurrent layers."""
 
     def __init__(self, runs: PrefixRuns, directory: Path) -> None:
         from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415
         from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, write_tiny_model  # noqa: PLC0415
-        from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
 
-        environment, batches = runs.environments[False], [*long_requests(), *long_requests()]
+        environment, batches = runs.environments[False], long_requests()
         model = write_tiny_model(environment, "recurrent", RECURRENT)
         engine = {"model": str(model), **RECURRENT_ENGINE}
         store = directory / "store"
@@ -197,7 +196,7 @@ class Recurrent:
             shutil.copytree(store, copied)
         layer_wise = connector(posix(store), "UCMLayerWiseConnector")
         self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **layer_wise}, None, batches)
-        files = {what: of_group(block_files(copies[what]), states=what != "attention") for what in copies}
+        files = {what: of_group(copied, states=what != "attention") for what, copied in copies.items()}
         self.changed = {what: damage_some(files[what], seed=1) for what in ("states", "attention")}
         for path in files["lost"]:
             path.unlink()
@@ -206,9 +205,12 @@ class Recurrent:
             self.damaged[what] = run(environment, directory / f"{what} run", broken, None, batches)[0]
 
 
-def of_group(files: Mapping[str, Path], *, states: bool) -> list[Path]:
+def of_group(store: Path, *, states: bool) -> list[Path]:
     """Return the files of the groups with states, or of the group with attention, which comes first."""
-    return [path for path in files.values() if ("-g0-" in str(path)) != states]
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
+
+    namespaces = [place for place in store.iterdir() if ("-g0-" in place.name) != states]
+    return [path for namespace in namespaces for path in block_files(namespace).values()]
 
 
 @pytest.fixture(scope="module")
@@ -222,13 +224,15 @@ def test_tokens_with_recurrent_layers(recurrent: Recurrent, name: str) -> None:
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
 
 
+def found(answers: Sequence[Answer], place: int) -> list[int | None]:
+    """Return the cached tokens of the requests alone: the first time (0), or the second (1)."""
+    return [answer.cached for answer in answers[place:ALONE:2]]
+
+
 def test_as_much_is_found_as_in_the_engines_own_memory(recurrent: Recurrent) -> None:
-    """By requests one at a time; how many blocks an engine still has for a crowd is a matter of time."""
-    alone = len(long_requests()) - 1
-    again = len(recurrent.reference) // 2
-    kept = [answer.cached for answer in recurrent.reference[again : again + alone]]
-    assert sum(kept) > 5 * STATE_BLOCK
-    assert [answer.cached for answer in recurrent.warm[:alone]] == kept
+    kept = found(recurrent.reference, 1)
+    assert kept == [2 * STATE_BLOCK, 0, 0, STATE_BLOCK, 2 * STATE_BLOCK, 3 * STATE_BLOCK, 4 * STATE_BLOCK]
+    assert found(recurrent.warm, 0) == found(recurrent.warm, 1) == kept
 
 
 @pytest.mark.parametrize("what", ["states", "attention"])
@@ -236,12 +240,11 @@ def test_a_damaged_state_or_block_is_computed(recurrent: Recurrent, what: str) -
     assert recurrent.changed[what] > 5
     answers = recurrent.damaged[what]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
-    again = len(answers) // 2
-    found, intact = (sum(answer.cached or 0 for answer in some[:again]) for some in (answers, recurrent.warm))
-    assert found < intact
+    cached, intact = (sum(answer.cached or 0 for answer in some) for some in (answers, recurrent.warm))
+    assert cached < intact
 
 
-def test_without_states_nothing_is_found(recurrent: Recurrent) -> None:
+def test_without_states_the_blocks_of_attention_are_of_no_use(recurrent: Recurrent) -> None:
     answers = recurrent.damaged["lost"]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
-    assert not any(answer.cached for answer in answers[: len(long_requests()) - 1])
+    assert found(answers, 0) == found(recurrent.cold, 0)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.sparse.esa.offloaded import OffloadedNews
@@ -53,8 +54,8 @@ class RetrievingEngine(VllmEngine):
                 self.happened["released"] += len(released.block_ids)
         super()._execute(output, work)
 
-    def _begin(self, worker: Any, output: Any) -> tuple[Any, Any]:
-        found = super()._begin(worker, output)
+    def _begin(self, worker: Any, memory: KVMemory, *rest: Any) -> tuple[Any, Any]:
+        found = super()._begin(worker, memory, *rest)
         if worker is self.workers[-1]:
             self._scribble()
         return found

@@ -148,8 +148,8 @@ def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     if modes != {"align"}:
         raise UnsupportedModelError(
             "the states of recurrent layers can be stored only where vLLM keeps them at the ends of blocks",
-            where=f"cache_config.mamba_cache_mode = {min(modes)}",
-            fix="start vLLM with --enable-prefix-caching, and --mamba-cache-mode align or without that option",
+            where=f"cache_config.mamba_cache_mode = {min(modes - {'align'})}",
+            fix="enable vLLM's prefix caching, and leave mamba_cache_mode as vLLM then chooses it",
         )
     if optional(vllm_config, "speculative_config") is not None:
         raise UnsupportedModelError(

@@ -271,7 +271,8 @@ class TransferWorker:
     def _settle(self) -> None:
         if self.settles:
             for save in self._under_way:
-                save.transfer.copied(save.task)
+                if save.block_ids:  # a commit reads none
+                    save.transfer.copied(save.task)
 
     def _throttle(self, *, active: bool) -> None:
         for transfer in self.groups.values():

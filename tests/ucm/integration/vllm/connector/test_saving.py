@@ -252,7 +252,7 @@ def test_of_generated_tokens_no_state_is_saved_if_their_blocks_are_not(clock: Si
 
 def test_a_state_is_saved_once_per_step(clock: SimulatedClock) -> None:
     scene = Scene(clock, None, STATE)
-    one, two = request(TOKENS), request(TOKENS)
+    one, two = request(TOKENS, "a"), request(TOKENS, "b")
     admitted = []
     for new in (one, two):
         scene.admit(new)
