@@ -493,11 +493,12 @@ def load_policy(
 ) -> LoadPolicy:
     """Choose a load policy that vLLM's load-failure recovery supports.
 
-    Recovery came with 0.11.1, for models with one KV-cache group. It is sound for requests that wait between steps,
-    except for preempted ones before 0.19.1. From a failed block on, vLLM computes the tokens again. With a sliding
+    Recovery came with 0.11.1. It is sound for requests that wait between steps, except for preempted ones before
+    0.19.1. In a model with one KV-cache group, vLLM computes the tokens again from a failed block on. With a sliding
     window these read blocks before the failed one, which were never loaded, because the hit's end does not need them.
-    So the whole load of such a model must fail; where vLLM cannot be told that, no load may fail. A state that was
-    loaded within a step would come too late: vLLM copies it to the step's own block before it starts loads.
+    So the whole load of a model with windows, or with several groups, must fail; where vLLM cannot be told that, no
+    load may fail. A state that was loaded within a step would come too late: vLLM copies it to the step's own block
+    before it starts loads.
 
     Args:
         connector_base: vLLM's connector class.
@@ -508,14 +509,14 @@ def load_policy(
     can = connector_abilities(connector_base)
     if has_states:
         return LoadPolicy(between_steps=True, background=True, fails_whole=True)
-    is_windowed = windows[0] is not None
-    if not can.recovers or len(windows) > 1 or kind == "layerwise" or (is_windowed and not can.fails_whole):
+    fails_whole = tuple(windows) != (None,)
+    if not can.recovers or kind == "layerwise" or (fails_whole and not can.fails_whole):
         return LoadPolicy(between_steps=False)
     return LoadPolicy(
         between_steps=True,
         background=can.keeps_aborted,
         reloads_preempted=can.sees_pool,
-        fails_whole=is_windowed,
+        fails_whole=fails_whole,
     )
 
 

@@ -298,9 +298,7 @@ class SchedulerSide:
                 "[UCM.Load] ranks %s do not share this host's memory: nothing is loaded, because a load that fails "
                 "could not be recomputed here; %s",
                 sorted(missing),
-                "put all ranks on one host"
-                if len(self._tags) > 1
-                else "set connector: direct, with vLLM 0.30.0 or newer for a model of sliding windows, else 0.11.1",
+                "set connector: direct, with vLLM 0.30.0 or newer for sliding windows or several groups, else 0.11.1",
             )
             self.scheduler.prepares = False
             return

@@ -106,18 +106,22 @@ WITHIN = LoadPolicy(between_steps=False)
 )
 def test_loads_are_made_between_steps_where_vllm_mends_those(base: type, expected: LoadPolicy) -> None:
     assert load_policy(base, [None], "direct") == expected
-    assert load_policy(base, [None, 64], "direct") == WITHIN
     assert load_policy(base, [None], "layerwise") == WITHIN
 
 
-def test_loads_of_a_window_alone_fail_as_a_whole_or_must_not_fail() -> None:
-    """vLLM would compute the tokens from a failed block on, from blocks before it that were never loaded."""
+@pytest.mark.parametrize("windows", [(64,), (64, 32), (None, 64), (None, None)])
+def test_loads_of_windows_and_of_several_groups_fail_as_a_whole_or_must_not_fail(
+    windows: tuple[int | None, ...],
+) -> None:
+    """vLLM would compute the tokens from a failed block on, from blocks before it that were never loaded.
+
+    With several groups it ends if a connector names failed blocks.
+    """
     for older in (Old, Reports, Piecewise, Reaches):
-        assert load_policy(older, [64], "direct") == WITHIN
+        assert load_policy(older, windows, "direct") == WITHIN
     whole = LoadPolicy(between_steps=True, background=True, fails_whole=True)
-    assert load_policy(Transfers, [64], "direct") == whole
-    assert load_policy(Transfers, [64], "layerwise") == WITHIN
-    assert load_policy(Transfers, [64, 32], "direct") == WITHIN
+    assert load_policy(Transfers, windows, "direct") == whole
+    assert load_policy(Transfers, windows, "layerwise") == WITHIN
 
 
 def test_a_state_is_loaded_between_steps_whatever_the_connector() -> None:
