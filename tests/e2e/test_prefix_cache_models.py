@@ -231,7 +231,7 @@ def found(answers: Sequence[Answer], place: int) -> list[int | None]:
 
 def test_as_much_is_found_as_in_the_engines_own_memory(recurrent: Recurrent) -> None:
     kept = found(recurrent.reference, 1)
-    assert kept == [2 * STATE_BLOCK, 0, 0, STATE_BLOCK, 2 * STATE_BLOCK, 3 * STATE_BLOCK, 4 * STATE_BLOCK]
+    assert kept == [2 * STATE_BLOCK, 0, 0, STATE_BLOCK, 2 * STATE_BLOCK, 3 * STATE_BLOCK, 3 * STATE_BLOCK]
     assert found(recurrent.warm, 0) == found(recurrent.warm, 1) == kept
 
 
