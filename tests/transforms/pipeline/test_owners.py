@@ -23,6 +23,7 @@ from transforms.ascend.registry import REGISTRY as ASCEND
 from transforms.ascend.registry import VLLM_ASCEND
 from transforms.engine.edits import AtStart
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.governance import QUESTIONS
 from transforms.engine.rule import rule
 from transforms.engine.scope import Scope
 from transforms.pipeline.checks import check_overlay
@@ -315,8 +316,26 @@ def write_comet(place: Path) -> None:
     (place / "comet" / "sky.py").write_text(COMET, encoding="utf-8")
 
 
+#: What a person writes in place of the skeleton's questions.
+ANSWERS = {
+    "why": "Comets are counted elsewhere, which misses those that appear at night.",
+    "upstream.reason": "the maintainers of comets were asked and have not answered",
+    "removal": "Comets call a listener of their own when they appear.",
+    "not_counted": "Nothing else in the package makes a comet appear.",
+}
+
+
+def answer(rules: Path) -> None:
+    """Write an answer to each question of a skeleton."""
+    text = rules.read_text(encoding="utf-8")
+    for field, words in ANSWERS.items():
+        assert text.count(QUESTIONS[field]) == 1, field
+        text = re.sub(f'"[^"]*{re.escape(QUESTIONS[field])}[^"]*"', f'"{words}"', text)
+    rules.write_text(text, encoding="utf-8")
+
+
 class TestASkeleton:
-    """The project that `init` writes can be installed, tried, reviewed and built unchanged."""
+    """The project that `init` writes can be installed and tried unchanged, and accepted once its record is written."""
 
     @pytest.mark.parametrize(
         ("arguments", "release", "write", "code", "told"),
@@ -338,7 +357,7 @@ class TestASkeleton:
             ),
         ],
     )
-    def test_it_builds_at_once(
+    def test_it_is_tried_at_once_and_builds_when_its_record_is_written(
         self,
         checkout: Path,
         tmp_path: Path,
@@ -357,10 +376,21 @@ class TestASkeleton:
         install([wheel], installed)
 
         given = (f"acme-{release}", "--from", str(sources))
-        commands = ("drift", *given), ("review", *given, "--accept"), ("build-overlay", *given)
-        built = run_commands(installed, checkout, *commands)
+        accepted = ("review", *given, "--accept")
+        asked = run_commands(installed, checkout, ("drift", *given), accepted)
+        assert asked.returncode == 1
+        assert "every rule applies" in asked.stdout
+        rules = installed / "acme_overlay" / "rules.py"
+        lines = rules.read_text(encoding="utf-8").splitlines()
+        for field in ANSWERS:
+            at = next(number for number, line in enumerate(lines, 1) if QUESTIONS[field] in line)
+            named = f"{rules}:{at}: `{field}` of acme.first (acme.first.begins): write {QUESTIONS[field]}\n"
+            assert named in asked.stderr
+        assert not (installed / "overlays").exists()
+
+        answer(rules)
+        built = run_commands(installed, checkout, accepted, ("build-overlay", *given))
         assert built.returncode == 0, built.stderr
-        assert "every rule applies" in built.stdout
 
         environment = Environment.create(tmp_path / "venv")
         environment.install(*wheels_in(built.stdout), wheel)
@@ -425,6 +455,7 @@ class TestTheTooling:
         shipped = {path: path.stat().st_mtime_ns for path in installed.rglob("*.*") if "__pycache__" not in path.parts}
         wanted = ("init", "acme", "--owner", "acme", "--at", "comet/sky.py:seen", "--release", "1.0")
         assert run_commands(installed, empty, wanted).returncode == 0
+        answer(empty / "acme" / "acme_overlay" / "rules.py")
         project = build_wheel(empty / "acme", tmp_path / "acme")
         install([project], installed)
         (installed / "overlays").mkdir()
