@@ -325,6 +325,10 @@ ANSWERS = {
 }
 
 
+#: The help that a project names in its registry.
+AT = 'url="https://acme.example/help", '
+
+
 def answer(rules: Path) -> None:
     """Write an answer to each question of a skeleton."""
     text = rules.read_text(encoding="utf-8")
@@ -455,7 +459,10 @@ class TestTheTooling:
         shipped = {path: path.stat().st_mtime_ns for path in installed.rglob("*.*") if "__pycache__" not in path.parts}
         wanted = ("init", "acme", "--owner", "acme", "--at", "comet/sky.py:seen", "--release", "1.0")
         assert run_commands(installed, empty, wanted).returncode == 0
-        answer(empty / "acme" / "acme_overlay" / "rules.py")
+        rules = empty / "acme" / "acme_overlay" / "rules.py"
+        answer(rules)
+        text = rules.read_text(encoding="utf-8")
+        rules.write_text(text.replace("REGISTRY = Registry(", f"REGISTRY = Registry({AT}"), encoding="utf-8")
         project = build_wheel(empty / "acme", tmp_path / "acme")
         install([project], installed)
         (installed / "overlays").mkdir()
@@ -471,6 +478,22 @@ class TestTheTooling:
         assert "nox" not in done.stdout + done.stderr
         assert "python -m transforms build-overlay acme-1.0" in done.stderr
         assert {path: path.stat().st_mtime_ns for path in shipped} == shipped
+
+        environment = Environment.create(tmp_path / "venv")
+        overlay = next(path for path in wheels_in(done.stdout) if path.name.startswith("acme"))
+        environment.install(overlay)
+        write_comet(environment.site)
+        alone = environment.fail("import comet.sky")
+        assert "in the folder that `python -m transforms build-overlay` wrote" in alone
+        environment.install(project, wheels_in(done.stdout)[0])
+        (environment.site / "comet" / "sky.py").write_text("def seen(): ...\n", encoding="utf-8")
+        refused = environment.fail("import comet.sky")
+        told = "`, where ucm-overlay-tools and the rules of Acme are installed (https://acme.example/help)\n"
+        assert f"you have: `python -m transforms build-overlay acme-RELEASE{told}" in refused
+        assert f"--from <its environment> --release acme-1.0+mine --accept{told}" in refused
+        report = environment.start("-m", "ucm", "doctor").stdout
+        assert f"this one is for 1.0: `python -m transforms build-overlay acme-RELEASE{told}" in report
+        assert "nox" not in alone + refused
 
         ours = run_commands(installed, empty, ("review", "0.99.0", "--from", str(write_miniature(sources)), "--accept"))
         assert "UCM's own overlays are part of the tooling, which is not changed" in ours.stderr
