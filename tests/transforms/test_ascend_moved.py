@@ -688,6 +688,7 @@ def test_the_page_lists_what_the_releases_rebind() -> None:
         (patch, name, since, until) for patch, names, since, until in rows for name in re.findall(r"`(\S+)`", names)
     ]
     assert f"has\n{len(attributes)} of them" in page
+    assert f"of the {len(EXAMPLE.transforms)} transforms" in page
     for column, release in enumerate(RELEASES):
         known, counts = rebound(release), Counter[str]()
         for patch, name, since, until in attributes:

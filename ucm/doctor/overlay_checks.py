@@ -21,7 +21,7 @@ from ucm.overlay.activation import boots, claims, installed_overlays, overlay_pa
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.finder import builder_of, how_to_build, how_to_get, sha256_of
 from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.seam import UPGRADE, missing_hooks
+from ucm.overlay.seam import how_to_complete, missing_hooks
 from ucm.overlay.switches import ALL, disabled_groups
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
     missing = missing_hooks(overlay.manifest)
     if missing:
         what = f"{overlay.version} calls hooks that the installed runtime lacks"
-        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
+        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(overlay.manifest, missing)))
     hooks = "all hooks" if overlay.manifest.hooks == "all" else "the hooks that UCM's features use"
     made_for = f"{overlay.manifest.title} {overlay.manifest.release}"
     what = f"{overlay.version} for {made_for}, {len(overlay.manifest.modules)} modules, {hooks}"
@@ -292,7 +292,7 @@ def _check_further(manifest: Manifest) -> Finding:
     missing = missing_hooks(manifest)
     if missing:
         what = f"{name} {manifest.version} calls hooks that are not installed"
-        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
+        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
     if spec is None or not spec.origin:
         what = f"{name} {manifest.version} is installed, but {package} is not"
         return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))

@@ -240,7 +240,10 @@ class TestTwoOverlays:
     def test_a_seam_that_is_not_installed(self, environment: Environment, wheels: dict[str, Path]) -> None:
         environment.install(wheels["acme"], wheels["runtime"])
         shutil.rmtree(environment.site / "acme_seam")
-        assert "hooks: acme_seam.hooks.told" in environment.fail(LIVES)
+        error = environment.fail(LIVES)
+        assert "hooks: acme_seam.hooks.told" in error
+        assert "install the project of Acme that has acme_seam.hooks, in the release that this overlay needs\n" in error
+        assert "ucm_runtime" not in error
 
 
 @pytest.fixture(scope="module")
