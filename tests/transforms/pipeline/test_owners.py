@@ -554,6 +554,11 @@ class TestProducts:
         assert caught.value.where == "transform rocket.launch, the entry point rocket = rocket_rules:REGISTRY"
         assert caught.value.fix.startswith("write at least")
 
+    def test_an_address_for_help_is_one_that_a_browser_can_trust(self, acme: Registry) -> None:
+        with pytest.raises(RuleDefinitionError, match="not an https address") as caught:
+            replace(acme, url="http://acme.example")
+        assert caught.value.where == "registry acme: http://acme.example"
+
     def test_an_id_without_its_owner_s_name_is_refused(self, acme: Registry) -> None:
         with pytest.raises(RuleDefinitionError, match="does not start with its owner's name"):
             replace(acme, owner="other")
