@@ -392,25 +392,6 @@ def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Envir
     assert "EngineCore" in told[0]
 
 
-#: The patches of which the example has every part, in this release.
-MOVED = (
-    *(f"platform.patch_{name}" for name in ("minimax_m2_config", "mla_prefill_backend", "structured_output")),
-    *("platform.patch_use_v2_model_runner", "worker.patch_cudagraph", "worker.patch_eagle3_init"),
-)
-#: Modules of vLLM that they change, and that any engine imports.
-REWRITTEN = ("vllm.config.vllm", "vllm.config.model", "vllm.sampling_params", "vllm.v1.cudagraph_dispatcher")
-
-
-def test_transforms_serve_in_the_place_of_patches(patches: Environment, dense: Run, tmp_path: Path) -> None:
-    """vLLM Ascend's whole engine generates the same without these patches at run time."""
-    without = {"UCM_TEST_WITHOUT_PATCHES": " ".join(f"vllm_ascend.patch.{name}" for name in MOVED)}
-    found = run_with(patches, tmp_path / "engine", {}, of_ascend=True, switches=without)
-    assert found.tokens == dense.tokens
-    (process,) = found.reports
-    origins = [Path(process["modules"][name]) for name in REWRITTEN]
-    assert all("ascend_patches_vllm_overlay" in origin.parts for origin in origins)
-
-
 def test_readers_of_two_ranks_look_again(patches: Environment, tmp_path: Path) -> None:
     """An idle worker in its own process waits through the rewritten queue."""
     code = """\

@@ -6,9 +6,7 @@ on the CPU, gloo stands for HCCL, and torch computes what the NPU's kernels do, 
 
 from __future__ import annotations
 
-import os
 import resource
-import sys
 from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,8 +17,6 @@ import torch_npu
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: The variable with the patches of vLLM Ascend that are not made, by the names of their modules.
-WITHOUT = "UCM_TEST_WITHOUT_PATCHES"
 #: The mode of a causal mask that is aligned to the last query and the last key.
 CAUSAL = 3
 #: The number of an A2 among its chips.
@@ -186,8 +182,6 @@ def on_cpu(register: Callable[..., None]) -> Callable[..., None]:
 
 def register() -> str:
     """Prepare torch, and name the platform."""
-    for patch in os.getenv(WITHOUT, "").split():
-        sys.modules[patch] = ModuleType(patch)
     torch_npu.npu = torch.npu = Device()
     torch_npu.npu_fused_infer_attention_score = fused_attention
     torch_npu._npu_reshape_and_cache = write
