@@ -39,7 +39,7 @@ def reviewed_examples() -> list[tuple[Product, tuple[str, ...]]]:
     return [
         (compose(early), vllm[vllm.index("0.14.1") :]),
         (compose(REGISTRY, early), ("0.27.1", "0.32.0")),
-        (compose(npu), vllm[vllm.index("0.18.0") :]),
+        (compose(npu), ("0.23.0", "0.24.0", "0.30.0")),
         (compose(REGISTRY, npu), ("0.23.0",)),
     ]
 

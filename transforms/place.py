@@ -10,6 +10,8 @@ SHIPPED = Path(__file__).parent / "shipped"
 IS_CHECKOUT = not SHIPPED.is_dir()
 #: The directory with the runtime's project and `overlays/`.
 ROOT = Path(__file__).parents[1] if IS_CHECKOUT else SHIPPED
+#: What builds overlays here: nox, in this repository, or this package, which another project has installed.
+BUILT_BY = "nox" if IS_CHECKOUT else "ucm-overlay-tools"
 #: The directory for outputs: the checkout's, or one in the current directory.
 BUILD = ROOT / "build" if IS_CHECKOUT else Path("build")
 SESSION = re.compile(r"nox -s ([a-z-]+)(?: --)?(?![\w-])")

@@ -366,7 +366,7 @@ def test_chunks_are_blended_where_keys_and_values_are_two_tensors(ascend: Enviro
 
 @pytest.fixture(scope="module")
 def patches(ascend: Environment) -> Environment:
-    """An environment whose overlay has UCM's transforms and three of vLLM Ascend's patches as transforms."""
+    """An environment whose overlay has UCM's transforms and those of the example in the place of patches."""
     from tests.e2e.ascend import with_patches  # noqa: PLC0415 - as above
 
     return with_patches(ascend.release)

@@ -17,6 +17,15 @@ PLACEHOLDER = re.compile(
     re.IGNORECASE,
 )
 
+#: The question that each text of a record answers. `init` writes them: a text that repeats it is no answer.
+QUESTIONS = {
+    "why": "what cannot be done without this change, and who needs it",
+    "how": "what is inserted, and why that is enough",
+    "upstream.reason": "whether this was proposed to the package's maintainers, and what they said",
+    "removal": "what has to happen before this change can be deleted",
+    "not_counted": "why the package has no other place of this kind",
+}
+
 
 def check_reason(text: str, what: str, where: str) -> None:
     """Reject a text that cannot answer a reviewer's question.
@@ -96,6 +105,11 @@ class Governance:
     upstream: Upstream
     removal: str
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """Its texts, by the names of their fields."""
+        return {"why": self.why, "how": self.how, "removal": self.removal, "upstream.reason": self.upstream.reason}
+
     def check(self, transform: str, *, shown: bool = False) -> None:
         """Reject an incomplete record.
 
@@ -106,8 +120,7 @@ class Governance:
         Raises:
             RuleDefinitionError: If a field is empty or too short, or a link is missing or not an https address.
         """
-        texts = {"why": self.why, "how": self.how, "removal": self.removal, "upstream.reason": self.upstream.reason}
-        for name, text in texts.items():
+        for name, text in self.texts.items():
             check_reason(text, f"the governance record's `{name}`", f"transform {transform}")
         if not self.processes:
             raise RuleDefinitionError("the governance record names no process", where=f"transform {transform}")

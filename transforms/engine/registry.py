@@ -53,6 +53,7 @@ class Registry:
         distribution: The name of the wheels.
         requires: The wheel's requirement that installs the seam.
         has_bare_ids: Whether the transforms' ids omit the owner's name.
+        url: Where the users of its wheels find help; their errors name it. Empty if there is no such page.
         census: Searches for places that no rule hooks and that the runtime must know; a transform has its own.
     """
 
@@ -65,6 +66,7 @@ class Registry:
     distribution: str
     requires: tuple[str, ...] = ()
     has_bare_ids: bool = False
+    url: str = ""
     census: tuple[Census, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,6 +83,9 @@ class Registry:
             "a census' id is used twice": [i for i, n in counted.items() if n > 1],
             "two transforms are for one module": [path for path, n in paths.items() if n > 1],
             "a module is not one of the package's": [p for p in paths if not p.startswith(f"{self.package.name}/")],
+            "the address for help is not an https address": [self.url]
+            if self.url and not self.url.startswith("https://")
+            else [],
             "the transforms call more than one seam": sorted(s.module for s in seams) if len(seams) > 1 else [],
         }
         for problem, found in problems.items():

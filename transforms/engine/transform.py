@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transforms.engine.edits import AtStart
 from transforms.engine.errors import RuleDefinitionError
-from transforms.engine.governance import check_reason
+from transforms.engine.governance import QUESTIONS, check_reason
 from transforms.engine.rule import rule
 from transforms.engine.scope import Scope
 
@@ -121,6 +121,12 @@ class Transform:
         for problem, ids in problems.items():
             if ids:
                 raise RuleDefinitionError(problem, where=f"{self.id}: {', '.join(ids)}")
+
+    @property
+    def unanswered(self) -> list[str]:
+        """The fields of its record that repeat their question instead of answering it."""
+        texts = {**self.governance.texts, "not_counted": self.not_counted}
+        return [field for field, text in texts.items() if QUESTIONS[field] in text]
 
     @property
     def default(self) -> Transform | None:

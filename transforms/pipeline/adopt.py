@@ -32,7 +32,7 @@ from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.index import Index
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.surroundings import surroundings
-from transforms.pipeline.trial import check_cases
+from transforms.pipeline.trial import check_answered, check_cases
 from transforms.place import BUILD
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _judged(text: str, overlay: Overlay) -> list[Site]:
 
 
 def _problems(timed: _Timed, overlay: Overlay) -> Iterator[Decision]:
-    """Yield what the cases and the checks of the rewritten modules find."""
+    """Yield what the records, the cases and the checks of the rewritten modules find."""
 
     def failure(check: Callable[[], None]) -> OverlayError | None:
         try:
@@ -222,6 +222,7 @@ def _problems(timed: _Timed, overlay: Overlay) -> Iterator[Decision]:
         return None
 
     checks: dict[str, Callable[[], None]] = {
+        "records": lambda: check_answered(overlay.product),
         "cases": lambda: check_cases(overlay.product),
         "checks of the rewritten modules": lambda: check_overlay(overlay),
     }

@@ -24,6 +24,7 @@ from transforms.pipeline.results import Results
 from transforms.pipeline.rewrite import Overlay, rewrite
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.sources.tree import SourceError
+from transforms.pipeline.trial import check_answered
 from transforms.place import BUILD
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def make_overlay(release: str | None, origin: str | SourceTree | None = None, pr
 
 
 def check_complete(overlay: Overlay, found: Found, tree: SourceTree) -> None:
-    """Refuse an overlay past which something runs: places that nobody classified, and functions that lose hooks.
+    """Refuse an overlay past which something runs, or whose record nobody wrote.
+
+    Something runs past it at places that nobody classified, and in functions that lose hooks.
 
     Args:
         overlay: The overlay.
@@ -77,6 +80,7 @@ def check_complete(overlay: Overlay, found: Found, tree: SourceTree) -> None:
     Raises:
         OverlayError: Naming each.
     """
+    check_answered(overlay.product)
     check_classified(found, overlay)
     if overlay.product.package.rebinds:
         check_hooks_survive(overlay, tree)

@@ -24,7 +24,7 @@ from transforms.pipeline.lock import built_lock
 from transforms.pipeline.pages import templates
 from transforms.pipeline.product import OWN, UCM
 from transforms.pipeline.sbom import make_sbom
-from transforms.place import BUILD, ROOT
+from transforms.place import BUILD, BUILT_BY, ROOT, command
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -212,6 +212,9 @@ def _context(overlay: Overlay, lock: Lock, left_out: list[str], *, all_hooks: bo
         "title": product.package.title,
         "authors": product.package.authors,
         "named": overlay.named,
+        "built_by": BUILT_BY,
+        "url": product.publisher.url,
+        "build": command("nox -s build-overlay"),
         "conflicts": lock.get("conflicts", []),
         "version": overlay_version(overlay.release, lock["serial"], all_hooks=all_hooks, product=product),
         "hooks": "all" if all_hooks else "default",
@@ -247,7 +250,7 @@ def _manifest(overlay: Overlay, lock: Lock, files: dict[str, bytes], context: di
     shared = shared_groups(overlay)
     needs = {group: sorted({*others, *shared.get(group, ())}) for group, others in needs.items()}
     keys = ("distribution", "package", "owners", "upstream_package", "title", "release", "version", "hooks", "left_out")
-    told = {key: context[key] for key in (*keys, "seams", "named")}
+    told = {key: context[key] for key in (*keys, "seams", "named", "built_by", "overlay", "url")}
     return {**told, "modules": modules, "needs": needs}
 
 

@@ -9,6 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from transforms.ascend.registry import REGISTRY as ASCEND_RULES
 from transforms.engine.errors import OverlayError
+from transforms.engine.governance import QUESTIONS
 from transforms.engine.registry import Package
 from transforms.engine.transform import Seam
 from transforms.pipeline.pages import TEMPLATES, templates
@@ -145,6 +146,7 @@ class Skeleton:
             "scope": scope,
             "hook": f"{function.strip('_')}_begins",
             "argument": "self" if "." in scope else "",
+            "questions": QUESTIONS,
             "alias": Seam(f"{module}.hooks").alias,
         }
         environment = templates(TEMPLATES / "project", trim_blocks=False)

@@ -1,6 +1,6 @@
-"""Try the cases of every owner of a product: each rule makes of its case what the case shows, with hooks that exist.
+"""Try the cases of every owner of a product, and read their records: the rules of somebody else's package like our own.
 
-The rules of a package that somebody else maintains are tried like this repository's own, before anything is accepted.
+Each rule makes of its case what the case shows, with hooks that exist, and each record answers its questions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import libcst as cst
 
 from transforms.engine.apply import apply_rule
 from transforms.engine.errors import OverlayError
+from transforms.engine.governance import QUESTIONS
 from transforms.engine.report import Status
 from transforms.pipeline.checks import check_hook_uses, hook_signatures
 
@@ -18,12 +19,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transforms.engine.cases import Case
+    from transforms.engine.registry import Registry
     from transforms.engine.rule import Rule
     from transforms.pipeline.product import Product
 
 
 class CaseError(OverlayError):
     """Cases do not hold."""
+
+
+class RecordError(OverlayError):
+    """Records repeat their questions instead of answering them."""
+
+
+def check_answered(product: Product) -> None:
+    """Refuse the record of a skeleton that nobody has written.
+
+    Raises:
+        RecordError: Naming each text's place, its rules, and what to write there.
+    """
+    asked = [
+        f"{_place(product.owner_of(transform.id), QUESTIONS[field])}: `{field}` of {transform.id} "
+        f"({', '.join(rule.id for rule in transform.rules)}): write {QUESTIONS[field]}"
+        for transform in product.transforms
+        for field in transform.unanswered
+    ]
+    if asked:
+        raise RecordError(
+            f"{len(asked)} texts of the record repeat their questions:\n    " + "\n    ".join(asked),
+            fix="write the answers there, so that a reviewer can judge the change",
+        )
+
+
+def _place(owner: Registry, text: str) -> str:
+    """Return where an owner's rules first have a text: the file and the line; else the owner."""
+    for file in sorted(owner.hooks.parent.rglob("*.py")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        if at := next((number for number, line in enumerate(lines, 1) if text in line), 0):
+            return f"{file}:{at}"
+    return f"the rules of {owner.title}"
 
 
 def check_cases(product: Product) -> None:

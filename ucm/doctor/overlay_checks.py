@@ -19,9 +19,9 @@ from ucm.errors import PIP
 from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.finder import how_to_get, sha256_of
-from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.seam import UPGRADE, missing_hooks
+from ucm.overlay.finder import builder_of, how_to_build, how_to_get, sha256_of
+from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
+from ucm.overlay.seam import how_to_complete, missing_hooks
 from ucm.overlay.switches import ALL, disabled_groups
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
     missing = missing_hooks(overlay.manifest)
     if missing:
         what = f"{overlay.version} calls hooks that the installed runtime lacks"
-        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
+        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(overlay.manifest, missing)))
     hooks = "all hooks" if overlay.manifest.hooks == "all" else "the hooks that UCM's features use"
     made_for = f"{overlay.manifest.title} {overlay.manifest.release}"
     what = f"{overlay.version} for {made_for}, {len(overlay.manifest.modules)} modules, {hooks}"
@@ -235,7 +235,7 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
         what = f"the overlay is for vLLM {serves}, but vLLM {release} is installed: vLLM will not start"
         build, install = how_to_install(vllm)
         todo = (
-            f"install the overlay for it: {build}",
+            f"install the overlay for it: {how_to_build(manifest) if manifest.built_by == TOOLS else build}",
             f"and then: {install}",
             f"or install the vLLM that the overlay is for: {how_to_get(package, manifest)}",
         )
@@ -244,10 +244,11 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
             f"{len(foreign)} of vLLM's files {_are(foreign)} not what the overlay for {serves} was made from: "
             "vLLM will not start"
         )
+        review = manifest.command("review", f"--from {place}")
         same = vllm.version.partition("+")[0] or serves
         todo = (
             f"if you did not mean to edit them: {PIP} install --force-reinstall --no-deps {package}=={same}",
-            f"if the edits are intended, review an overlay made from the edited files: nox -s review -- --from {place}",
+            f"if the edits are intended, review an overlay made from the edited files: {review}",
         )
     return Finding(
         MODULES,
@@ -277,7 +278,9 @@ def check_further_overlays() -> list[Finding]:
         involved = {manifest.directory: manifest for by in shared.values() for manifest in by}.values()
         owners = "+".join(dict.fromkeys(owner for manifest in involved for owner in manifest.owners))
         details = tuple(f"{name}: {', '.join(m.distribution for m in by)}" for name, by in shared.items())
-        todo = (f"build them as one: nox -s build-overlay -- {owners}-{next(iter(involved)).release}",)
+        builder = builder_of(involved)
+        both = f"{owners}-{builder.release}"
+        todo = (f"build them as one: {builder.command('build-overlay', both)}",)
         what = f"{len(shared)} modules are shadowed by more than one overlay: vLLM will not start"
         findings.append(Finding(OVERLAY, Status.ERROR, what, details, todo))
     return findings
@@ -289,7 +292,7 @@ def _check_further(manifest: Manifest) -> Finding:
     missing = missing_hooks(manifest)
     if missing:
         what = f"{name} {manifest.version} calls hooks that are not installed"
-        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
+        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
     if spec is None or not spec.origin:
         what = f"{name} {manifest.version} is installed, but {package} is not"
         return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))
@@ -300,8 +303,8 @@ def _check_further(manifest: Manifest) -> Finding:
     if wrong:
         what = f"{name} {manifest.version}: {len(wrong)} of {len(on)} modules are not loaded from it"
         details = tuple(f"{s.module.name}: its own file {s.upstream}, the overlay's {s.rewritten}" for s in wrong)
-        todo = (f"install the overlay for the {manifest.title} that is installed; this one is for {manifest.release}",)
-        return Finding(OVERLAY, Status.ERROR, what, details, todo)
+        todo = f"install the overlay for the {manifest.title} that is installed; this one is for {manifest.release}"
+        return Finding(OVERLAY, Status.ERROR, what, details, (f"{todo}: {how_to_build(manifest)}",))
     what = f"{name} {manifest.version} for {manifest.title} {manifest.release}: {len(on)} of {len(states)} modules"
     return Finding(OVERLAY, Status.OK, what, (str(manifest.directory),))
 

@@ -189,7 +189,8 @@ def unhooked_runners(manifest: Manifest, facts: Facts) -> list[str]:
 def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> Expectation:
     modules = [m for m in manifest.modules.values() if hook.name in m.hooks or (hook.name, m.name) == (FIELDS, OUTPUT)]
     if hook.name in manifest.left_out:
-        what = f"the overlay was built without it: `nox -s build-overlay -- {manifest.release} --hooks all` has it"
+        build = manifest.command("build-overlay", f"{manifest.named or manifest.release} --hooks all")
+        what = f"the overlay was built without it; one that has it: {build}"
         return Expectation(hook, 0, what)
     if not modules:
         return Expectation(hook, 0, f"vLLM {manifest.release} has no place for it")

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from ucm.errors import PIP
 from ucm.logger import get_logger
 from ucm.overlay.errors import SharedModuleError, TamperedOverlayError, UpstreamMismatchError
-from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, Manifest, ShadowedModule, read_manifest
+from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
 from ucm.overlay.seam import check_seam
 from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
@@ -119,20 +119,26 @@ def check_unshared(finder: Any, name: str) -> None:
         return
     known = {one.distribution: state(one.directory).manifest for one in sharing}
     owners = list(dict.fromkeys(owner for manifest in known.values() for owner in manifest.owners))
-    release = next(iter(known.values())).release
+    builder = builder_of(known.values())
+    both = f"{'+'.join(owners)}-{builder.release}"
     raise SharedModuleError(
         f"{len(sharing)} overlays shadow {name}, but only one of them would be active",
         [f"{distribution} {manifest.version}: {manifest.directory}" for distribution, manifest in known.items()],
         [
             (
                 "build them as one, with the rules of each in a stated order, and install that alone: "
-                f"`nox -s build-overlay -- {'+'.join(owners)}-{release}`"
+                f"{builder.command('build-overlay', both)}"
             ),
             f"uninstall one of them: `{PIP} uninstall {getattr(finder, 'distribution', '')}`",
             RUN_UPSTREAM,
         ],
         name=name,
     )
+
+
+def builder_of(manifests: Iterable[Manifest]) -> Manifest:
+    """Return, of overlays that should be one, the one whose builder can have the rules of all of them."""
+    return max(manifests, key=lambda manifest: manifest.built_by == TOOLS)
 
 
 def _is_ours(finder: Any) -> bool:
@@ -164,14 +170,9 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     found = sha256_of(origin)
     if found == module.upstream_sha256:
         return
-    named = manifest.named or manifest.release
     project, version = installed_distribution(manifest.upstream_package)
-    release = version.partition("+")[0]
-    if release in {"", manifest.release}:  # unknown, or a release with other contents
-        release = "RELEASE"
-    build = named.replace(manifest.release, release)
-    if release == "RELEASE" and manifest.seams.keys() == {DEFAULT_SEAM}:  # only ours: the build looks at the contents
-        build = f"installed --python {sys.executable}"
+    mine = f"--from <its environment> --release {manifest.named or manifest.release}+mine --accept"
+    review = manifest.command("review", mine)
     raise UpstreamMismatchError(
         f"{module.name} is not the file of {manifest.title} {manifest.release} that this overlay was made from",
         [
@@ -182,15 +183,24 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
         ],
         [
             f"install the {manifest.title} that the overlay is for: {how_to_get(project, manifest)}",
-            (f"build and install an overlay for the {manifest.title} that you have: `nox -s build-overlay -- {build}`"),
-            (
-                "if you changed it yourself, review and accept it under a name of its own: "
-                f"`nox -s review -- --from <its environment> --release {named}+mine --accept`"
-            ),
+            f"build and install an overlay for the {manifest.title} that you have: {how_to_build(manifest)}",
+            f"if you changed it yourself, review and accept it under a name of its own: {review}",
             RUN_UPSTREAM,
         ],
         name=module.name,
     )
+
+
+def how_to_build(manifest: Manifest) -> str:
+    """Return how to build an overlay with the same rules for the installed release of its package."""
+    _, version = installed_distribution(manifest.upstream_package)
+    release = version.partition("+")[0]
+    if release in {"", manifest.release}:  # unknown, or a release with other contents
+        release = "RELEASE"
+    build = (manifest.named or manifest.release).replace(manifest.release, release)
+    if release == "RELEASE" and manifest.seams.keys() == {DEFAULT_SEAM}:  # only ours: the build looks at the contents
+        build = f"installed --python {sys.executable}"
+    return manifest.command("build-overlay", build)
 
 
 def sha256_of(path: Path) -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 #: The seam whose hooks are listed by bare name.
 DEFAULT_SEAM = "ucm.integration.vllm.hooks"
+#: The distribution with which other projects build their overlays.
+TOOLS = "ucm-overlay-tools"
 REINSTALL = f"reinstall the overlay wheel: `{PIP} install --force-reinstall --no-deps <wheel>`"
 
 
@@ -64,7 +66,10 @@ class Manifest:
         upstream_package: The package whose modules it shadows.
         title: That package's name in prose.
         seams: The seam modules that its modules call, each with the called functions.
-        named: Its name for `nox -s build-overlay`.
+        named: Its name for the command that builds it.
+        built_by: What built it: ``nox`` in UCM's repository, or the package `TOOLS`.
+        publisher: The name of the last owner in prose.
+        url: Where that owner's users find help; empty if the owner does not say.
     """
 
     directory: Path
@@ -80,6 +85,22 @@ class Manifest:
     title: str = "vLLM"
     seams: dict[str, tuple[str, ...]] = field(default_factory=dict)
     named: str = ""
+    built_by: str = "nox"
+    publisher: str = "UCM"
+    url: str = ""
+
+    def command(self, name: str, arguments: str) -> str:
+        """Return the command of those who built it, for a hint.
+
+        Args:
+            name: Its name, such as ``build-overlay``.
+            arguments: Its arguments.
+        """
+        if self.built_by != TOOLS:
+            return f"`nox -s {name} -- {arguments}`"
+        help_at = f" ({self.url})" if self.url else ""
+        rules = f"where {TOOLS} and the rules of {self.publisher} are installed{help_at}"
+        return f"`python -m transforms {name} {arguments}`, {rules}"
 
     def module(self, name: str) -> ShadowedModule:
         """Return the entry of a module.
@@ -140,6 +161,9 @@ def read_manifest(directory: Path) -> Manifest:
             data.get("title", "vLLM"),
             {seam: tuple(hooks) for seam, hooks in data.get("seams", {DEFAULT_SEAM: called}).items()},
             data.get("named", data["release"]),
+            data.get("built_by", "nox"),
+            data.get("overlay", "UCM"),
+            data.get("url", ""),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TamperedOverlayError(

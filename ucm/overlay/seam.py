@@ -11,6 +11,8 @@ from ucm.overlay.manifest import DEFAULT_SEAM
 from ucm.overlay.switches import RUN_UPSTREAM
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucm.overlay.manifest import Manifest
 
 UPGRADE = (
@@ -20,7 +22,7 @@ UPGRADE = (
 
 
 class SeamMismatchError(OverlayImportError):
-    """The overlay calls hooks that the installed runtime lacks."""
+    """The overlay calls hooks that are not installed."""
 
 
 def missing_hooks(manifest: Manifest) -> list[str]:
@@ -41,8 +43,17 @@ def _names(seam: str) -> set[str]:
     return set(getattr(module, "__all__", dir(module)))
 
 
+def how_to_complete(manifest: Manifest, missing: Sequence[str]) -> list[str]:
+    """Return what to install for missing hooks: the runtime, or the projects of other owners' seams."""
+    seams = sorted({hook.rpartition(".")[0] for hook in missing} - {""})
+    help_at = f" ({manifest.url})" if manifest.url else ""
+    of = f"the project of {manifest.publisher} that has"
+    others = [f"install {of} {seam}, in the release that this overlay needs{help_at}" for seam in seams]
+    return [*([UPGRADE] if any("." not in hook for hook in missing) else []), *others]
+
+
 def check_seam(manifest: Manifest) -> None:
-    """Refuse an overlay that needs a newer runtime.
+    """Refuse an overlay that needs a newer runtime, or a project that is not installed.
 
     Raises:
         SeamMismatchError: Naming the missing hooks, which otherwise fail in the middle of a step.
@@ -50,7 +61,7 @@ def check_seam(manifest: Manifest) -> None:
     missing = missing_hooks(manifest)
     if missing:
         raise SeamMismatchError(
-            "it calls hooks that the installed runtime lacks",
+            "it calls hooks that are not installed",
             [f"hooks: {', '.join(missing)}", f"overlay: {manifest.version}, {manifest.directory}"],
-            [UPGRADE, RUN_UPSTREAM],
+            [*how_to_complete(manifest, missing), RUN_UPSTREAM],
         )

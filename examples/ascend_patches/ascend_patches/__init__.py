@@ -1,1 +1,1 @@
-"""Three of vLLM Ascend's patches of vLLM as transforms; `docs/ascend.md` compares the two ways."""
+"""Patches of vLLM Ascend as transforms of vLLM; `docs/ascend_patches.md` lists them and compares the two ways."""

@@ -10,7 +10,7 @@ import pytest
 from transforms.engine.cases import Case
 from transforms.engine.edits import AtEnd, AtStart, after, before
 from transforms.engine.errors import OverlayError, RuleDefinitionError
-from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.governance import QUESTIONS, Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.members import Keyword
 from transforms.engine.releases import ALL_RELEASES, Absent, Releases
 from transforms.engine.report import Candidate, Outcome, Status
@@ -121,6 +121,14 @@ class TestTransform:
         with pytest.raises(RuleDefinitionError, match=problem) as caught:
             _transform(*map(_rule, ids), cases=cases)
         assert "where: t: " in str(caught.value)
+
+    def test_a_question_is_not_its_own_answer(self) -> None:
+        changed: dict[str, Any] = {"why": f"REPLACE: {QUESTIONS['why']}.", "removal": QUESTIONS["removal"]}
+        upstream = Upstream(UpstreamStatus.NOT_SUBMITTED, QUESTIONS["upstream.reason"])
+        record = dataclasses.replace(RECORD, upstream=upstream, **changed)
+        asked = dataclasses.replace(_transform(_rule("t.a"), record=record), not_counted=QUESTIONS["not_counted"])
+        assert asked.unanswered == ["why", "removal", "upstream.reason", "not_counted"]
+        assert _transform(_rule("t.a")).unanswered == []
 
     def test_names_the_engine_test_of_each_rule(self) -> None:
         tests = (EngineTest("of_all.py"), EngineTest("of_one.py::test_it", ("t.b",)))

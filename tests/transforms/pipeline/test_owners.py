@@ -23,6 +23,7 @@ from transforms.ascend.registry import REGISTRY as ASCEND
 from transforms.ascend.registry import VLLM_ASCEND
 from transforms.engine.edits import AtStart
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.governance import QUESTIONS
 from transforms.engine.rule import rule
 from transforms.engine.scope import Scope
 from transforms.pipeline.checks import check_overlay
@@ -239,7 +240,10 @@ class TestTwoOverlays:
     def test_a_seam_that_is_not_installed(self, environment: Environment, wheels: dict[str, Path]) -> None:
         environment.install(wheels["acme"], wheels["runtime"])
         shutil.rmtree(environment.site / "acme_seam")
-        assert "hooks: acme_seam.hooks.told" in environment.fail(LIVES)
+        error = environment.fail(LIVES)
+        assert "hooks: acme_seam.hooks.told" in error
+        assert "install the project of Acme that has acme_seam.hooks, in the release that this overlay needs\n" in error
+        assert "ucm_runtime" not in error
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +319,30 @@ def write_comet(place: Path) -> None:
     (place / "comet" / "sky.py").write_text(COMET, encoding="utf-8")
 
 
+#: What a person writes in place of the skeleton's questions.
+ANSWERS = {
+    "why": "Comets are counted elsewhere, which misses those that appear at night.",
+    "upstream.reason": "the maintainers of comets were asked and have not answered",
+    "removal": "Comets call a listener of their own when they appear.",
+    "not_counted": "Nothing else in the package makes a comet appear.",
+}
+
+
+#: The help that a project names in its registry.
+AT = 'url="https://acme.example/help", '
+
+
+def answer(rules: Path) -> None:
+    """Write an answer to each question of a skeleton."""
+    text = rules.read_text(encoding="utf-8")
+    for field, words in ANSWERS.items():
+        assert text.count(QUESTIONS[field]) == 1, field
+        text = re.sub(f'"[^"]*{re.escape(QUESTIONS[field])}[^"]*"', f'"{words}"', text)
+    rules.write_text(text, encoding="utf-8")
+
+
 class TestASkeleton:
-    """The project that `init` writes can be installed, tried, reviewed and built unchanged."""
+    """The project that `init` writes can be installed and tried unchanged, and accepted once its record is written."""
 
     @pytest.mark.parametrize(
         ("arguments", "release", "write", "code", "told"),
@@ -338,7 +364,7 @@ class TestASkeleton:
             ),
         ],
     )
-    def test_it_builds_at_once(
+    def test_it_is_tried_at_once_and_builds_when_its_record_is_written(
         self,
         checkout: Path,
         tmp_path: Path,
@@ -357,10 +383,21 @@ class TestASkeleton:
         install([wheel], installed)
 
         given = (f"acme-{release}", "--from", str(sources))
-        commands = ("drift", *given), ("review", *given, "--accept"), ("build-overlay", *given)
-        built = run_commands(installed, checkout, *commands)
+        accepted = ("review", *given, "--accept")
+        asked = run_commands(installed, checkout, ("drift", *given), accepted)
+        assert asked.returncode == 1
+        assert "every rule applies" in asked.stdout
+        rules = installed / "acme_overlay" / "rules.py"
+        lines = rules.read_text(encoding="utf-8").splitlines()
+        for field in ANSWERS:
+            at = next(number for number, line in enumerate(lines, 1) if QUESTIONS[field] in line)
+            named = f"{rules}:{at}: `{field}` of acme.first (acme.first.begins): write {QUESTIONS[field]}\n"
+            assert named in asked.stderr
+        assert not (installed / "overlays").exists()
+
+        answer(rules)
+        built = run_commands(installed, checkout, accepted, ("build-overlay", *given))
         assert built.returncode == 0, built.stderr
-        assert "every rule applies" in built.stdout
 
         environment = Environment.create(tmp_path / "venv")
         environment.install(*wheels_in(built.stdout), wheel)
@@ -425,6 +462,10 @@ class TestTheTooling:
         shipped = {path: path.stat().st_mtime_ns for path in installed.rglob("*.*") if "__pycache__" not in path.parts}
         wanted = ("init", "acme", "--owner", "acme", "--at", "comet/sky.py:seen", "--release", "1.0")
         assert run_commands(installed, empty, wanted).returncode == 0
+        rules = empty / "acme" / "acme_overlay" / "rules.py"
+        answer(rules)
+        text = rules.read_text(encoding="utf-8")
+        rules.write_text(text.replace("REGISTRY = Registry(", f"REGISTRY = Registry({AT}"), encoding="utf-8")
         project = build_wheel(empty / "acme", tmp_path / "acme")
         install([project], installed)
         (installed / "overlays").mkdir()
@@ -440,6 +481,22 @@ class TestTheTooling:
         assert "nox" not in done.stdout + done.stderr
         assert "python -m transforms build-overlay acme-1.0" in done.stderr
         assert {path: path.stat().st_mtime_ns for path in shipped} == shipped
+
+        environment = Environment.create(tmp_path / "venv")
+        overlay = next(path for path in wheels_in(done.stdout) if path.name.startswith("acme"))
+        environment.install(overlay)
+        write_comet(environment.site)
+        alone = environment.fail("import comet.sky")
+        assert "in the folder that `python -m transforms build-overlay` wrote" in alone
+        environment.install(project, wheels_in(done.stdout)[0])
+        (environment.site / "comet" / "sky.py").write_text("def seen(): ...\n", encoding="utf-8")
+        refused = environment.fail("import comet.sky")
+        told = "`, where ucm-overlay-tools and the rules of Acme are installed (https://acme.example/help)\n"
+        assert f"you have: `python -m transforms build-overlay acme-RELEASE{told}" in refused
+        assert f"--from <its environment> --release acme-1.0+mine --accept{told}" in refused
+        report = environment.start("-m", "ucm", "doctor").stdout
+        assert f"this one is for 1.0: `python -m transforms build-overlay acme-RELEASE{told}" in report
+        assert "nox" not in alone + refused
 
         ours = run_commands(installed, empty, ("review", "0.99.0", "--from", str(write_miniature(sources)), "--accept"))
         assert "UCM's own overlays are part of the tooling, which is not changed" in ours.stderr
@@ -496,6 +553,11 @@ class TestProducts:
             parse("rocket-1.0")
         assert caught.value.where == "transform rocket.launch, the entry point rocket = rocket_rules:REGISTRY"
         assert caught.value.fix.startswith("write at least")
+
+    def test_an_address_for_help_is_one_that_a_browser_can_trust(self, acme: Registry) -> None:
+        with pytest.raises(RuleDefinitionError, match="not an https address") as caught:
+            replace(acme, url="http://acme.example")
+        assert caught.value.where == "registry acme: http://acme.example"
 
     def test_an_id_without_its_owner_s_name_is_refused(self, acme: Registry) -> None:
         with pytest.raises(RuleDefinitionError, match="does not start with its owner's name"):

@@ -216,7 +216,7 @@ def test_an_overlay_that_is_newer_than_the_runtime(overlaid: Environment) -> Non
     hooks = overlaid.site / "ucm" / "integration" / "vllm" / "hooks.py"
     hooks.write_text(hooks.read_text().replace('    "request_freed",\n', ""))
     error = overlaid.fail(IMPORT)
-    assert "SeamMismatchError: UCM overlay: it calls hooks that the installed runtime lacks" in error
+    assert "SeamMismatchError: UCM overlay: it calls hooks that are not installed" in error
     assert "hooks: request_freed\n" in error
     assert f"`{overlaid.python} -m pip install --force-reinstall --no-deps <ucm_runtime wheel>`" in error
     assert f"- {RUN_UPSTREAM}" in error

@@ -224,7 +224,7 @@ def require_seeding(method: SparseMethod) -> None:
             f"{type(method).__name__} changes KV, and an older overlay does not tell vLLM's block hashes, by which a "
             "connector or a reader of KV events finds it",
             where=f"overlay {manifests[0].version} of {manifests[0].title}",
-            fix=f"build and install it again: `nox -s build-overlay -- {manifests[0].named}`",
+            fix=f"build and install it again: {manifests[0].command('build-overlay', manifests[0].named)}",
         )
 
 
@@ -240,10 +240,11 @@ def _require_built(what: str, wanted: Collection[str], manifests: Sequence[Manif
             if name in wanted
         ]
         if missing:
+            whole = f"{manifest.named} --hooks all"
             raise SparseMethodError(
                 f"{what} that this overlay was built without",
                 where=f"{', '.join(missing)}; overlay {manifest.version} of {manifest.title}",
-                fix=f"build one with them: `nox -s build-overlay -- {manifest.named} --hooks all`",
+                fix=f"build one with them: {manifest.command('build-overlay', whole)}",
             )
 
 

@@ -71,7 +71,7 @@ def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: i
         raise SparseMethodError(
             "a step computes several tokens of an answer, but there is room for the selection of one only",
             where="the hook limit_new_tokens of the scheduler",
-            fix="build the overlay anew (`nox -s build-overlay`), and install it in every environment of the engine",
+            fix="build the overlay anew, and install it in every environment of the engine",
         )
     alone = chooses & (pieces.begins[ends] < last)
     if alone.any():
