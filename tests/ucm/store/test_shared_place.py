@@ -20,9 +20,9 @@ from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, identity, stored_blocks
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
-from ucm.store.posix.index import clean_up, evict, log_removals, read_removals, scan
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import open_in_steps
+from ucm.store.posix.scan import clean_up, evict, scan
 from ucm.testing.blocks import ODD, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
         return {name: (data, status.st_mtime, status.st_nlink) for name, (data, status) in found.items()}
 
     dead = owner_name().replace(f"-{os.getpid()}-", "-999999999-")
-    for name in (dead, "1-ab-corrupt", KEYS[0].hex(), KEYS[0].hex()[2:], "precious", "REMOVED"):
+    for name in (dead, "1-ab-corrupt", KEYS[0].hex(), KEYS[0].hex()[2:], "precious"):
         (path / name).write_bytes(b"mine")
         os.utime(path / name, (1, 1))
     before = content_of()
@@ -170,16 +170,6 @@ def test_a_linked_block_is_no_block(config: StoreConfig, layout: Layout, outside
         assert fetch(store, KEYS[1:2], ODD)[0] == {}
         assert store.lookup(KEYS) == [False, False, True, True, True, True]
     assert sound.exists()
-
-
-def test_a_linked_log_is_not_appended_to(layout: Layout, outside: Path) -> None:
-    path = Path(layout.base, "REMOVED")
-    path.unlink(missing_ok=True)
-    path.symlink_to(outside / "REMOVED")
-    read_removals(layout, None)
-    log_removals(layout, KEYS[:1])
-    assert not path.is_symlink()
-    assert path.stat().st_size == 16
 
 
 def test_a_linked_tally_is_not_appended_to(config: StoreConfig, layout: Layout, outside: Path) -> None:

@@ -22,7 +22,7 @@ from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix import space as posix_space
 from ucm.store.posix import tier as posix_tier
-from ucm.store.posix.index import SAMPLE_BLOCKS, Scan, scan
+from ucm.store.posix.scan import SAMPLE_BLOCKS, Scan, scan
 from ucm.store.posix.space import UNIT, State, Usage
 from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore

@@ -25,7 +25,6 @@ from ucm.store.base import (
 from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
-from ucm.store.posix.index import REMOVALS, NameIndex, close_indices
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.paths import (
     KeptDirectory,
@@ -108,7 +107,6 @@ class Directory:
         check_root(root, config.trusted_group)
         _check_namespace(self.layout)
         self.layout.keep_identity()
-        self.index = NameIndex(self.layout, clock=clock)
         self._base = KeptDirectory(self.layout.base, clock=clock)
         self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
         self._lock, self._taking = Lock(), clock.lock()  # the latter is held while the tally is read
@@ -346,7 +344,7 @@ def _check_namespace(layout: Layout) -> None:
         raise _refused(layout.base, reason)
     for path in (
         *(layout.temporary, layout.quarantine),
-        *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY, REMOVALS)),
+        *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY)),
         f"{layout.root}/{USAGE_FILE}",
     ):
         if os.path.islink(path):  # noqa: PTH114 - unlike Path.is_symlink, it never raises
@@ -559,13 +557,11 @@ class PosixTier(Tier):
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
-        close_indices([directory.index for directory in self._directories], clock=self.clock)
 
     def committed(self, directory: Directory, key: BlockKey) -> None:
         """Note that a writer made a block visible."""
         self._recent.generations()[0].add(key)
         self._renewed.discard(key)
-        directory.index.add([key])
         directory.evictor.wrote()
 
     def refused(self, directory: Directory, error: StoreError) -> None:
@@ -619,7 +615,6 @@ class PosixTier(Tier):
         """Forget a block that is gone."""
         self._renewed.discard(key)
         self._recent.drop(key)
-        self._directory(key).index.drop(key)
 
     def _fail(self, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
         """Quarantine an unusable block, and raise the error for its reader.
@@ -680,7 +675,7 @@ class _Question:
 
     def _look(self) -> None:
         directory, there = self._directory, []
-        for key, known in zip(self._keys, directory.index.known(self._keys) or self._seen(), strict=True):
+        for key, known in zip(self._keys, self._seen(), strict=True):
             found = known
             if not known:
                 found = directory.holds(key)
@@ -691,8 +686,6 @@ class _Question:
             if self._given_up or not (found or self._gaps):
                 break
         self._recent.generations()[0].update(there)
-        directory.index.add(there)
-        directory.index.tested(self._tested)
 
 
 @cache
