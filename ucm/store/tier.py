@@ -286,10 +286,6 @@ class Tier(ABC):
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return a whole stored block, header and layer slices, verified; valid until this thread's next call."""
 
-    def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Prepare for blocks that will each get a ``writer``; a tier without preparations can do nothing."""
-        del keys, file_nbytes
-
     @abstractmethod
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
         """Begin a block whose file has ``file_nbytes`` bytes; return None if the tier has the block already."""
@@ -297,7 +293,6 @@ class Tier(ABC):
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
         """Store a whole block, header and layer slices; this may replace an existing one."""
         del deadline
-        self.expect([key], content.nbytes)
         writer = self.writer(key, content.nbytes)
         if writer is not None:
             try:

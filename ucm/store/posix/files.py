@@ -448,8 +448,6 @@ class BlockFileWriter(BlockWriter):
         if self._reserved:
             self._reserved = False
             self._directory.unreserve(self._file_nbytes)
-        else:
-            self._directory.expect(self._file_nbytes, -1)
 
     def _failure(self, error: OSError, path: str) -> StoreError:
         failure = self._directory.write_failed(error, path)

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: Bytes of the tally reserved ahead for queued blocks, but no more than this share of the limit: a scan counts reserved
-#: bytes as room.
-_AHEAD_NBYTES, _AHEAD_SHARE = 1 << 20, 0.002
+#: How many blocks that were accounted for and then not written the next blocks may use; another process's scan since
+#: then counts them as room.
+_MOST_UNWRITTEN = 8
 #: How long a write waits for the evictor at most, and how often it checks, in seconds.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How often missing directories are made for one file.
@@ -110,10 +110,8 @@ class Directory:
         self._base = KeptDirectory(self.layout.base, clock=clock)
         self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
         self._lock, self._taking = Lock(), clock.lock()  # the latter is held while the tally is read
-        self._credit = 0  # bytes in the tally that no block uses yet
-        self._expected = 0  # bytes expected to be written, including those covered by the credit
+        self._credit = 0  # bytes in the tally of blocks that were not written
         self._is_patient = True
-        self._ahead = _AHEAD_NBYTES if share is None else min(_AHEAD_NBYTES, int(share * _AHEAD_SHARE))
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
         self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
@@ -129,31 +127,20 @@ class Directory:
         """Return whether a block exists, judged by its name."""
         return os.access(self.layout.block(key), os.F_OK, follow_symlinks=False)
 
-    def expect(self, nbytes: int, blocks: int) -> None:
-        """Expect calls of ``reserve`` for this many blocks; a negative number withdraws the expectation."""
-        with self._lock:
-            self._expected = max(0, self._expected + _in_tally(nbytes) * blocks)
-
     def reserve(self, nbytes: int) -> None:
-        """Account for a block to be written, and for some of the blocks expected after it.
+        """Account for a block to be written.
 
         Raises:
             StoreFullError: The directory would exceed its share: the evictor is behind.
             OSError: The directory is missing or cannot be written.
         """
         nbytes = _in_tally(nbytes)
-        if self._use_credit(nbytes):
-            return
-        with self._taking:
-            if self._use_credit(nbytes):  # another thread has just reserved some
+        with self._lock:
+            if self._credit >= nbytes:
+                self._credit -= nbytes
                 return
-            with self._lock:
-                batch = max(nbytes, min(self._expected - self._credit, self._ahead) // nbytes * nbytes)
-            state = self.usage.add(batch, self.share)
-            if state is not None:
-                with self._lock:
-                    self._credit += batch - nbytes
-                    self._expected = max(0, self._expected - nbytes)
+        with self._taking:
+            state = self.usage.add(nbytes, self.share)
         if state is None:
             raise StoreFullError(
                 f"the {self.share:.0f} bytes that the directory may hold are in use",
@@ -184,22 +171,11 @@ class Directory:
                 self._is_patient = True
                 return
 
-    def _use_credit(self, nbytes: int) -> bool:
-        with self._lock:
-            enough = self._credit >= nbytes
-            if enough:
-                self._credit -= nbytes
-                self._expected = max(0, self._expected - nbytes)
-        return enough
-
     def unreserve(self, nbytes: int) -> None:
-        """Return the reservation of a block that was not written, for the next block.
-
-        Only a few are kept: the figure of another process's scan since then does not include them.
-        """
+        """Return the reservation of a block that was not written, for the next block."""
         nbytes = _in_tally(nbytes)
         with self._lock:
-            self._credit = max(self._credit, min(self._credit + nbytes, max(self._ahead, nbytes)))
+            self._credit = min(self._credit + nbytes, _MOST_UNWRITTEN * nbytes)
 
     def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
         """Make a temporary file; return its descriptor and the file.
@@ -517,19 +493,10 @@ class PosixTier(Tier):
         except StoreError as error:
             self._fail(directory, key, error)
 
-    def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Expect blocks, so that several are accounted for at once."""
-        if len(self._directories) == 1:
-            self._directories[0].expect(file_nbytes, len(keys))
-        else:
-            for key in keys:
-                self._directory(key).expect(file_nbytes, 1)
-
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
         """Return a writer of a temporary file; None if the block exists."""
         directory = self._directory(key)
         if directory.holds(key):
-            directory.expect(file_nbytes, -1)
             return None
         self._start_evictors()
         return BlockFileWriter(directory, key, file_nbytes, self)
