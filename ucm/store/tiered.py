@@ -225,7 +225,7 @@ class TieredStore(KVStore):
 
     Args:
         tiers: The tiers, fastest first.
-        codec: The codec of a block's file; None for an instance that only looks up and prefetches.
+        codec: The codec of a block's file; None for an instance that only looks up.
         config: The store's options.
         clock: The clock that the tiers were opened with.
     """
@@ -289,11 +289,6 @@ class TieredStore(KVStore):
                 break
             tiers, wave = self._guards, max(_FIRST_WAVE, 2 * wave)
         return hits
-
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Copy blocks into the first tier, or let the only tier read ahead."""
-        self._check_open()
-        self._promoter.prefetch(keys)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks in batches on each tier's threads; blocks that one tier lacks go on to the next."""

@@ -108,7 +108,6 @@ def test_a_directory_linked_beside_a_running_engine(
         loaded = fetch(store, KEYS, ODD)[0]
         assert loaded.items() <= {block: content(block, ODD) for block in KEYS}.items()
         assert (KEYS[0] in loaded) == (part not in {"base", "bucket"})
-        store.prefetch(KEYS)
         save(store, [key(100), *KEYS], ODD)
 
 
@@ -247,22 +246,17 @@ def make_locked(path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [make_fifo, make_directory, make_full_directory, make_device, make_socket, make_longer, make_locked]
 )
-@pytest.mark.parametrize("way", ["load", "promote"])
+@pytest.mark.parametrize("pipeline", ["Posix", "Cache|Posix"])
 def test_what_is_in_a_block_s_place(
-    config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], way: str, clock: SimulatedClock
+    config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], pipeline: str, clock: SimulatedClock
 ) -> None:
     """It is a miss, counted once and removed, and does not affect other blocks."""
     path = Path(layout.block(KEYS[0]))
     path.rename(f"{path}-moved")
     make(path)
-    if way == "promote":
-        config = replace(config, pipeline="Cache|Posix", dram_directory=memory)
+    config = replace(config, pipeline=pipeline, dram_directory=memory)
     with open_store(replace(config, failures_until_rest=1), NAMESPACE, ODD, clock=clock) as store:
-        if way == "load":
-            assert fetch(store, KEYS[:1], ODD)[0] == {}
-        else:
-            store.prefetch(KEYS[:1])
-            clock.run_until_idle()
+        assert fetch(store, KEYS[:1], ODD)[0] == {}
         assert store.lookup(KEYS) == [False] + [True] * 5
         assert save(store, KEYS[:1], ODD).failed == {}
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}

@@ -32,7 +32,6 @@ from ucm.store.posix.paths import (
     file_system_of,
     group_id,
     make_directory,
-    open_file,
     shared_group,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
@@ -350,7 +349,7 @@ class PosixTier(Tier):
         name: The tier's name.
         roots: The tier's directories.
         namespace: The name shared by all engines that share blocks.
-        codec: The codec of a block's file; None in an instance that only looks up and prefetches.
+        codec: The codec of a block's file; None in an instance that only looks up.
         config: The store's options.
         capacity_bytes: The most bytes that it may use; None: no limit.
         authenticator: Authenticates blocks; None: they have checksums alone.
@@ -500,18 +499,6 @@ class PosixTier(Tier):
             return None
         self._start_evictors()
         return BlockFileWriter(directory, key, file_nbytes, self)
-
-    def prefetch(self, key: BlockKey) -> None:
-        """Let the kernel read the file into the page cache."""
-        directory = self._directory(key)
-        if directory.direct_io or directory.reads.rests:
-            return
-        with suppress(OSError):
-            descriptor, _ = open_file(directory.layout.block(key), os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(descriptor)
 
     def stats(self) -> TierStats:
         """Return the counters and the bytes used."""
