@@ -50,7 +50,7 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "ucm/prove/engine.py": ({"time.monotonic", "time.sleep"}, "runs in a process of its own, beside a real engine"),
     "ucm/prove/run.py": ({"time.monotonic"}, "the default of a parameter"),
     "ucm/store/bench.py": (
-        {"concurrent.futures.ThreadPoolExecutor", "time.monotonic", "time.sleep"},
+        {"concurrent.futures.ThreadPoolExecutor", "time.monotonic"},
         "measures real media with real threads",
     ),
     "ucm/store/remote/mooncake_client.py": (

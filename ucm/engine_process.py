@@ -64,7 +64,11 @@ def check_model(model: Path) -> None:
         UcmError: There is no ``config.json``.
     """
     if not (model / "config.json").is_file():
-        raise UcmError("there is no config.json", where=str(model), fix="give a model's directory, or no --model")
+        raise UcmError(
+            "this directory contains no model: it has no config.json",
+            where=f"model: {model}",
+            fix="name a directory with config.json and the weights, as you would for vLLM",
+        )
 
 
 def prepare_model(model: Path | None, directory: Path) -> dict[str, str]:

@@ -13,7 +13,6 @@ from tests.campaign.kill import save_in_pieces
 from tests.campaign.scene import NAMESPACE, Scene
 from ucm.errors import ConfigError
 from ucm.store.factory import open_store
-from ucm.store.posix import index as posix_index
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter
@@ -91,8 +90,6 @@ class User:
         self._rng = rng
         self._edition, self._editions = edition, editions
         self.store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
-        # Half of the processes list the names of blocks almost at once, and then use the list.
-        posix_index.WORTH = rng.choice((1, posix_index.WORTH))
 
     def save_some(self) -> bool:
         """Save some blocks; return whether all saves succeeded."""

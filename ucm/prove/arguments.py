@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ucm.engine_process import check_model
 from ucm.errors import UcmError, meant
 
 if TYPE_CHECKING:
@@ -55,19 +56,14 @@ def engine_arguments(request: Request) -> dict[str, Any]:
     Raises:
         UcmError: The model does not exist, is too short, or an argument is one that the proof sets itself.
     """
-    config = request.model / "config.json"
-    if not config.is_file():
-        fix = "name a directory with config.json and the weights, as you would for vLLM"
-        raise UcmError(
-            "this directory contains no model: it has no config.json", where=f"--model {request.model}", fix=fix
-        )
+    check_model(request.model)
     taken = sorted(OWN & set(request.engine))
     if taken:
         raise UcmError(f"`ucm prove` sets {taken[0]} itself", where="--engine-args", fix="leave it out")
     if request.dtype and "dtype" in request.engine:
         raise UcmError("the data type is given twice", where="--engine-args: dtype", fix="leave one of the two out")
     wanted = request.longest + ROOM
-    longest = min(wanted, _longest_context(config), int(request.engine.get("max_model_len", wanted)))
+    longest = min(wanted, _longest_context(request.model), int(request.engine.get("max_model_len", wanted)))
     if longest < 2 * ROOM:
         raise UcmError(
             f"the model's context of {longest} tokens is too short for a proof",
@@ -86,7 +82,8 @@ def engine_arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def _longest_context(config: Path) -> int:
+def _longest_context(model: Path) -> int:
+    config = model / "config.json"
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -186,8 +186,8 @@ class KVStore(ABC):
     operation per key. No method raises for the state of a block or of the medium: blocks that cannot be reached are not
     found, and transfers report failures per key. Misuse (a layer slice of the wrong size) raises ValueError.
 
-    Method names and responsibilities follow UCM's store interface (``lookup``, ``prefetch``, ``load``, ``wait``,
-    ``check``, ``commit``); what UCM calls ``dump`` is ``save``.
+    Method names and responsibilities follow the known UCM's store interface (``lookup``, ``load``, ``wait``, ``check``,
+    ``commit``); what that calls ``dump`` is ``save``.
     """
 
     @abstractmethod
@@ -197,10 +197,6 @@ class KVStore(ABC):
     @abstractmethod
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Return how many blocks exist without a gap, from the first key on."""
-
-    @abstractmethod
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Bring blocks into a faster tier or the page cache, in the background, on a best-effort basis."""
 
     @abstractmethod
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:

@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from ucm.store.factory import authenticator_of, is_on_servers, open_store, open_
 from ucm.store.format import aligned_buffer
 from ucm.store.memory.segment import delete_blocks
 from ucm.store.memory.slab import PAGE, Slab, SlabReader
-from ucm.store.posix.index import INDEX_THREAD, WORTH
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 
@@ -50,7 +48,6 @@ _BESIDE_SERVERS = {operation: (plain, 0.0) for operation, (plain, _) in _BESIDE_
 _BESIDE_MEMORY = {"save": ("memcpy", 0.7), "load hot": ("memcpy", 0.7)}
 #: For staged blocks, with any store.
 _BESIDE_STAGED = {"staged": ("memcpy", 0.7)}
-_PAUSE = 0.01
 
 
 @dataclass(frozen=True)
@@ -368,10 +365,8 @@ class LookupFigures:
     stored: int  #: blocks in the store
     asked: int  #: keys per call
     opening: list[float]  #: opening the store and looking up one key
-    first: list[float]  #: existing keys, looked up in an instance without an index
-    known: list[float]  #: existing keys, looked up for the first time after the names were listed
-    prefix: list[float]  #: as ``known``, by ``lookup_on_prefix``
-    missing: list[float]  #: keys that do not exist
+    found: list[float]  #: existing keys, by ``lookup_on_prefix``
+    missing: list[float]  #: keys that do not exist, all of them tested
 
     @staticmethod
     def quantile(seconds: list[float], part: float) -> float:
@@ -382,7 +377,7 @@ class LookupFigures:
 def bench_lookup(
     config: StoreConfig,
     stored: int = 1_000_000,
-    asked: int = 1_000,
+    asked: int = 64,
     calls: int = 200,
     progress: Callable[[int], None] = lambda _: None,
 ) -> LookupFigures:
@@ -393,7 +388,7 @@ def bench_lookup(
     Args:
         config: A store with one directory.
         stored: The number of blocks in the store.
-        asked: The number of keys per call.
+        asked: The number of keys per call; by default the chunks of a prompt of 16,384 tokens.
         calls: The number of calls.
         progress: Called with the number of blocks made so far.
     """
@@ -410,23 +405,15 @@ def bench_lookup(
             os.close(os.open(layout.block(key), os.O_WRONLY | os.O_CREAT, FILE_MODE))
             if number % 1000 == 0:
                 progress(number)
-        figures = LookupFigures(stored, asked, [], [], [], [], [])
+        figures = LookupFigures(stored, asked, [], [], [])
         for _ in range(calls):
             some, nowhere = _sample(chance, keys, asked), [BlockKey(chance.bytes(32)) for _ in range(asked)]
             began = time.perf_counter()
             with open_store(config, namespace, None) as store:
                 store.lookup(keys[:1])
                 figures.opening.append(time.perf_counter() - began)
-                _measure(figures.first, store.lookup, some)
+                _measure(figures.found, store.lookup_on_prefix, some)
                 _measure(figures.missing, store.lookup, nowhere)
-        with open_store(config, namespace, None) as store:
-            for _ in range(WORTH // asked + 1):
-                store.lookup(_sample(chance, keys, asked))
-            while any(thread.name == INDEX_THREAD for thread in threading.enumerate()):
-                time.sleep(_PAUSE)
-            for _ in range(calls):
-                _measure(figures.known, store.lookup, _sample(chance, keys, asked))
-                _measure(figures.prefix, store.lookup_on_prefix, _sample(chance, keys, asked))
         return figures
     finally:
         shutil.rmtree(layout.base, ignore_errors=True)

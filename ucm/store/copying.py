@@ -54,16 +54,6 @@ class Promoter:
         self._nbytes = 0  # bytes copied and not yet written
         self._closed = False
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Copy blocks into the first tier; with only one tier, let it read ahead."""
-        if self._lower:
-            missing = [key for key, there in zip(keys, self._first.contains(keys), strict=True) if not there]
-            for key in missing:
-                self.promote(key)
-        else:
-            for key in keys:
-                self._first.save_later(key, partial(self._first.tier.prefetch, key))
-
     def promote(self, key: BlockKey, depth: int = 0) -> None:
         """Copy a block from a lower tier, unless it is being copied already or too many are."""
         with self._lock:

@@ -79,9 +79,6 @@ class EmptyStore(KVStore):
         self._stats.lookups += min(1, len(keys))
         return 0
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Do nothing."""
-
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Fail every block as missing."""
         task = TransferTask(len(blocks))
@@ -189,11 +186,6 @@ class OpeningStore(KVStore):
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Look up a prefix; find nothing until the store is open."""
         return 0 if self._store is None else self._store.lookup_on_prefix(keys)
-
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Prefetch blocks; do nothing until the store is open."""
-        if self._store is not None:
-            self._store.prefetch(keys)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks once the store is open."""
@@ -346,7 +338,7 @@ def open_store(
     Args:
         config: The store's options.
         namespace: The name shared by all engines that share blocks; of ``a-z 0-9 . _ / -``.
-        geometry: The geometry of a block; None for an instance that only looks up and prefetches.
+        geometry: The geometry of a block; None for an instance that only looks up.
         clock: What time passes by, and whose threads the store uses.
 
     Raises:

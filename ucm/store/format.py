@@ -464,7 +464,7 @@ def known_codec(codec: HeaderCodec | None) -> HeaderCodec:
         ValueError: It has none, because it was opened without a geometry.
     """
     if codec is None:
-        raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
+        raise ValueError("the store was opened without a geometry: it only looks up")
     return codec
 
 

@@ -159,7 +159,7 @@ class TierPlace:
     Args:
         name: The tier's name in the pipeline.
         namespace: The name shared by all engines that share blocks.
-        geometry: The geometry of a block; None in an instance that only looks up and prefetches.
+        geometry: The geometry of a block; None in an instance that only looks up.
         codec: The codec of stored blocks; None if the geometry is None.
         config: The options of the whole store.
         authenticator: Authenticates blocks; None: they have checksums alone. The codec has it as well.
@@ -262,33 +262,22 @@ class Tier(ABC):
         A damaged block is quarantined before its error is returned.
         """
 
-    def touch(self, key: BlockKey) -> None:
-        """Set a block's time of last use to now, if it exists; a tier that never evicts can do nothing."""
-        del key
-
     def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
         """Renew the times of last use of blocks that follow each other in a chain, as far as they exist.
 
         Called for every use of a chain, so a tier should do this in the background and not more often than necessary.
-        See ``used_until``.
+        See ``used_until``. A tier that never evicts can do nothing.
 
         Args:
             keys: The blocks, in order.
             first: How many blocks the chain has before them.
             is_new: They were just written, which is a use, too, whatever was renewed before.
         """
-        del first
-        if not is_new:
-            for key in reversed(keys):
-                self.touch(key)
+        del keys, first, is_new
 
     @abstractmethod
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return a whole stored block, header and layer slices, verified; valid until this thread's next call."""
-
-    def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Prepare for blocks that will each get a ``writer``; a tier without preparations can do nothing."""
-        del keys, file_nbytes
 
     @abstractmethod
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
@@ -297,7 +286,6 @@ class Tier(ABC):
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
         """Store a whole block, header and layer slices; this may replace an existing one."""
         del deadline
-        self.expect([key], content.nbytes)
         writer = self.writer(key, content.nbytes)
         if writer is not None:
             try:
@@ -306,10 +294,6 @@ class Tier(ABC):
             except StoreError:
                 writer.abort()
                 raise
-
-    def prefetch(self, key: BlockKey) -> None:
-        """Let the medium read a block ahead, if it can."""
-        del key
 
     def stats(self) -> TierStats:
         """Return a snapshot of the counters, and the usage if known."""

@@ -68,7 +68,7 @@ def check_memory(block: BlockTransfer) -> None:
 class Assembly:
     """One block being assembled, from its first layer slice to ``finish`` or ``abort``.
 
-    The store's lock guards ``pending``, ``commit``, ``discarded``, ``touched`` and ``is_expected``.
+    The store's lock guards ``pending``, ``commit``, ``discarded`` and ``touched``.
 
     Args:
         key: The block's key.
@@ -84,7 +84,6 @@ class Assembly:
         self.commit: TransferTask | None = None  #: the commit task waiting for this block
         self.discarded = False
         self.touched = 0.0  #: when the last transfer was queued, in the store's seconds of use
-        self.is_expected = False  #: whether the tiers were told to expect the block
         self._codec = codec
         self._tiers = tiers
         self._lock = lock
@@ -226,7 +225,7 @@ class TieredStore(KVStore):
 
     Args:
         tiers: The tiers, fastest first.
-        codec: The codec of a block's file; None for an instance that only looks up and prefetches.
+        codec: The codec of a block's file; None for an instance that only looks up.
         config: The store's options.
         clock: The clock that the tiers were opened with.
     """
@@ -291,11 +290,6 @@ class TieredStore(KVStore):
             tiers, wave = self._guards, max(_FIRST_WAVE, 2 * wave)
         return hits
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Copy blocks into the first tier, or let the only tier read ahead."""
-        self._check_open()
-        self._promoter.prefetch(keys)
-
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks in batches on each tier's threads; blocks that one tier lacks go on to the next."""
         self._check_open()
@@ -319,7 +313,6 @@ class TieredStore(KVStore):
         task = TransferTask(len(blocks), clock=self._clock)
         accepted: list[tuple[Assembly, BlockTransfer, int]] = []
         refused = []
-        new = []
         with self._lock:
             now = self._clock.monotonic()
             self._used += min(now - self._saved, _SWEEP_SECONDS)
@@ -333,9 +326,6 @@ class TieredStore(KVStore):
                 if self._queued_bytes and self._queued_bytes + nbytes > self._queue_limit:
                     refused.append(assembly)
                     continue
-                if not assembly.is_expected:
-                    assembly.is_expected = True
-                    new.append(block.key)
                 assembly.pending += 1
                 self._queued_bytes += nbytes
                 accepted.append((assembly, block, nbytes))
@@ -345,8 +335,6 @@ class TieredStore(KVStore):
             assembly.refuse(full)
             first.counters.failed("save", full)
             task.failed(assembly.key, full)
-        if new:
-            first.tier.expect(new, codec.file_nbytes)
         jobs = [(block.key, partial(self._save, task, assembly, block, nbytes)) for assembly, block, nbytes in accepted]
         stuck = first.stuck()
         first.save_all_later([(key, RefusableJob(run, partial(run, stuck))) for key, run in jobs])

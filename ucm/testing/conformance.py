@@ -59,20 +59,12 @@ class StoreConformance(SavingConformance):
         save(store, KEYS[:3], geometry)
         memory = filled(KEYS[:1], geometry)[0]
         with open_store(config, NAMESPACE, None) as finder:
-            finder.prefetch(KEYS)
             assert finder.lookup(KEYS) == [True] * 3 + [False] * 5
             assert finder.lookup_on_prefix(KEYS) == 3
             with pytest.raises(ValueError, match="geometry"):
                 finder.load([memory.transfer()])
             with pytest.raises(ValueError, match="geometry"):
                 finder.save([memory.transfer()])
-
-    def test_prefetching_changes_nothing(self, store: KVStore, geometry: BlockGeometry) -> None:
-        save(store, KEYS[:3], geometry)
-        store.prefetch(KEYS)
-        store.prefetch([])
-        assert store.lookup(KEYS) == [True] * 3 + [False] * 5
-        assert fetch(store, KEYS[:3], geometry)[0] == {block: content(block, geometry) for block in KEYS[:3]}
 
     def test_namespaces_share_nothing(self, store: KVStore, config: StoreConfig, geometry: BlockGeometry) -> None:
         save(store, KEYS, geometry)
@@ -174,7 +166,6 @@ class StoreConformance(SavingConformance):
         for call in (
             lambda: store.lookup(KEYS),
             lambda: store.lookup_on_prefix(KEYS),
-            lambda: store.prefetch(KEYS),
             lambda: store.load([transfer]),
             lambda: store.save([transfer]),
             lambda: store.commit(KEYS),

@@ -40,8 +40,8 @@ GEOMETRY = BlockGeometry((16_384,) * 8, b"bench of lookups")
 #: Seconds between two steps, of a slow lookup, and of the deadline for a frozen medium.
 STEP, SLOW, DEADLINE = 0.005, 0.05, 2.0
 MOST_MS = 0.1
-#: The lookup of a long prompt for several ranks, and its goal.
-PREFIX, RANKS, ROUNDS, MOST_PREFIX_MS = 1000, 8, 60, 5.0
+#: The lookup of a prompt of 16,384 tokens, in chunks of 256, for several ranks, and its goal.
+PREFIX, RANKS, ROUNDS, MOST_PREFIX_MS = 64, 8, 60, 5.0
 SMALL = BlockGeometry((4096,), b"bench of lookups")
 
 

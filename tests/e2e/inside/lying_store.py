@@ -28,9 +28,6 @@ class LyingStore(KVStore):
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
         return self._store.lookup_on_prefix(keys)
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        self._store.prefetch(keys)
-
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         return self._store.load(blocks)
 

@@ -14,9 +14,9 @@ import pytest
 
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix import index as posix_index
-from ucm.store.posix.index import evict, scan
+from ucm.store.posix import scan as posix_scan
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.scan import evict, scan
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_a_large_root_is_known_about(full: StoreConfig, monkeypatch: pytest.Monk
             path.write_bytes(b"x" * 100)
             used = 1e9 + float(chance.integers(1_000_000))
             os.utime(path, (used, used))
-    monkeypatch.setattr(posix_index, "_LEAST_SAMPLE", 400)
+    monkeypatch.setattr(posix_scan, "_LEAST_SAMPLE", 400)
     found = scan(full.directories[0], sample_blocks=800)
     blocks = list(Path(layout.base).glob("??/*"))
     assert not found.exact

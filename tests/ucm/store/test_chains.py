@@ -12,7 +12,7 @@ import pytest
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix.index import evict, scan
+from ucm.store.posix.scan import evict, scan
 from ucm.store.tier import used_until
 from ucm.testing.blocks import Memory, content, key
 
@@ -89,17 +89,19 @@ def test_a_prefix_that_another_cache_serves_stays(patient: StoreConfig, clock: S
     """vLLM serves it to 60 requests, whose other blocks are all written later than it was."""
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, chain(0, COMMON))
-        begun = clock.time()
+        used: list[tuple[int, int]] = []  # the spans in which each prompt's use began and ended: files take real time
         for prompt in range(60):
             clock.advance(7.0)
+            began = clock.time()
             store.renew(chain(prompt, COMMON))
             save(store, chain(prompt, COMMON + 4), COMMON)
+            used.append((int(began // TOUCH), int(clock.time() // TOUCH)))
     shrink(patient, 200)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         assert found(store, chain(0, COMMON)) == [True] * COMMON
         left = [sum(found(store, chain(prompt, COMMON + 4))) - COMMON for prompt in range(60)]
-        at = {prompt: int((begun + 7.0 * (prompt + 1)) // TOUCH) for prompt in range(60)}  # the span of its use
-        assert all(left[one] <= left[other] for one in at for other in at if at[one] < at[other]), "the oldest go first"
+        pairs = [(one, other) for one in range(60) for other in range(60) if used[one][1] < used[other][0]]
+        assert all(left[one] <= left[other] for one, other in pairs), "the oldest go first"
         assert sum(left) == 40
         assert all(has_no_gap(store, chain(prompt, COMMON + 4)) for prompt in range(60))
 

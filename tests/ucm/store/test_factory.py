@@ -144,7 +144,6 @@ def test_the_empty_store_takes_everything_and_has_nothing() -> None:
         assert store.wait(store.save([memory.transfer() for memory in memories])).failed == {}
         assert set(store.wait(store.commit(KEYS)).done) == set(KEYS)
         store.discard(KEYS)
-        store.prefetch(KEYS)
         assert store.lookup(KEYS) == [False] * 3
         assert store.lookup_on_prefix(KEYS) == 0
         task = store.load([memory.transfer() for memory in memories])

@@ -17,8 +17,8 @@ from ucm.store.base import StoreFullError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix.index import clean_up
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.scan import clean_up
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 from ucm.testing.conformance import PROCESSES
 

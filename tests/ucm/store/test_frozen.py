@@ -16,10 +16,8 @@ from ucm.store.base import BlockMissingError, StoreTimeoutError, TransferTask
 from ucm.store.factory import open_store
 from ucm.store.health import Pool, RefusableJob
 from ucm.store.posix import files as posix_files
-from ucm.store.posix import index as posix_index
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
-from ucm.store.posix.layout import buckets
 from ucm.store.posix.tier import PosixTier, _Question
 from ucm.store.tier import RecentKeys, TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from ucm.clock import Event
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.store.posix.layout import Layout
     from ucm.store.tier import Outcome
     from ucm.testing.clock import SimulatedClock
 
@@ -457,18 +454,6 @@ def test_a_directory_that_stays_frozen_keeps_a_few_threads_and_no_more(two: TwoR
     assert two.store.lookup([block for block in KEYS if block not in two.lost]) == [True] * two.left.count(True)
 
 
-def test_an_index_that_cannot_be_read_keeps_no_other_directory_waiting(
-    two: TwoRoots, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
-) -> None:
-    two.directory.thawed.set()
-    monkeypatch.setattr(posix_index, "WORTH", 1)
-    assert two.store.lookup(KEYS) == [True] * len(KEYS)
-    clock.run_until(lambda: posix_index.INDEX_THREAD not in clock.alive)
-    two.directory.thawed.clear()
-    two.give_up()
-    assert two.store.lookup(KEYS) == two.left
-
-
 def test_a_store_is_closed_beside_lookups_that_hang(
     two: TwoRoots, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,32 +461,6 @@ def test_a_store_is_closed_beside_lookups_that_hang(
     clock.advance(two.config.stuck_seconds)
     two.store.close()
     assert not two.directory.thawed.is_set()
-
-
-def test_closing_waits_once_for_all_listings_that_hang(
-    config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
-) -> None:
-    """Each of four directories stops answering while its names are listed."""
-    roots = [tmp_path / f"root-{number}" for number in range(4)]
-    for root in roots:
-        root.mkdir()
-    monkeypatch.setattr(posix_index, "WORTH", 1)
-    store = open_store(replace(config, directories=tuple(map(str, roots))), "n", EVEN, clock=clock)
-    keys = [key(number) for number in range(64)]
-    save(store, keys, EVEN)
-    thawed, listing = clock.event(), set[str]()
-
-    def hang(layout: Layout) -> list[str]:
-        listing.add(layout.root)
-        thawed.wait()
-        return buckets(layout)
-
-    monkeypatch.setattr(posix_index, "buckets", hang)
-    assert store.lookup(keys) == [True] * len(keys)
-    clock.run_until(lambda: len(listing) == len(roots))
-    began = clock.monotonic()
-    store.close()
-    assert clock.monotonic() - began < 2 * posix_index.CLOSE_SECONDS
 
 
 def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(

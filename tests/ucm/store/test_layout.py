@@ -22,7 +22,6 @@ from ucm.store.factory import open_store
 from ucm.store.inspection import identity
 from ucm.store.posix import layout as posix_layout
 from ucm.store.posix import space as posix_space
-from ucm.store.posix.index import clean_up
 from ucm.store.posix.layout import (
     Layout,
     buckets,
@@ -33,6 +32,7 @@ from ucm.store.posix.layout import (
     owner_name,
     write_identity,
 )
+from ucm.store.posix.scan import clean_up
 from ucm.testing.blocks import ODD, filled, key, save
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import pytest
 from ucm.store.factory import open_store
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
-from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import Layout, namespaces
 from ucm.testing.blocks import ODD, key, save
 
@@ -80,11 +79,6 @@ def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatc
         with pytest.raises(OSError, match="No space"):
             layout.make()
         assert list(Path(layout.quarantine).iterdir()) == []
-    layout.make()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", refuse)
-        log_removals(layout, [key(1)])
-    assert list(Path(layout.temporary).iterdir()) == []
 
 
 def test_a_namespace_that_is_not_there_is_not_made(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ def frozen(config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.Monke
 def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Frozen) -> None:
     store = frozen.store
     assert (store.lookup(KEYS), store.lookup_on_prefix(KEYS), store.stats()) == ([False] * 8, 0, {})
-    store.prefetch(KEYS)
     store.throttle(active=True)
     assert not store.flush(0)
     memories = filled(KEYS, EVEN)
@@ -162,7 +161,6 @@ def test_an_open_store_is_the_store_itself(config: StoreConfig, clock: Simulated
     assert store.flush(60)
     assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
     assert store.lookup_on_prefix(KEYS) == 8
-    store.prefetch(KEYS)
     store.throttle(active=False)
     store.discard(KEYS)
     assert fetch(store, KEYS, EVEN) == ({block: content(block, EVEN) for block in KEYS}, {})

@@ -16,9 +16,9 @@ from ucm.store.base import IncompleteBlockError, StoreFullError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import tier as posix_tier
-from ucm.store.posix.index import clean_up
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.paths import NewFile, file_system_of
+from ucm.store.posix.scan import clean_up
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
 

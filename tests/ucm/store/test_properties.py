@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.posix.index import INDEX_THREAD, WORTH, evict, scan
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.scan import evict, scan
 from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import Memory, content, fetch, key
@@ -125,13 +125,6 @@ class Storing(RuleBasedStateMachine):
         expected = [block in self.visible for block in some]
         assert self.stores[which].lookup(some) == expected
         assert self.stores[which].lookup_on_prefix(some) == [*expected, False].index(False)
-
-    @rule(which=st.integers(0, 1))
-    def list_the_names(self, which: int) -> None:
-        """Make this instance answer lookups from its index."""
-        for directory in self.posix_tier(which)._directories:
-            directory.index.tested(WORTH)
-        self.clock.run_until(lambda: INDEX_THREAD not in self.clock.alive)
 
     @precondition(lambda self: self.visible)
     @rule()

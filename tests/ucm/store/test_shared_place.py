@@ -20,9 +20,9 @@ from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, identity, stored_blocks
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
-from ucm.store.posix.index import clean_up, evict, log_removals, read_removals, scan
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import open_in_steps
+from ucm.store.posix.scan import clean_up, evict, scan
 from ucm.testing.blocks import ODD, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
         return {name: (data, status.st_mtime, status.st_nlink) for name, (data, status) in found.items()}
 
     dead = owner_name().replace(f"-{os.getpid()}-", "-999999999-")
-    for name in (dead, "1-ab-corrupt", KEYS[0].hex(), KEYS[0].hex()[2:], "precious", "REMOVED"):
+    for name in (dead, "1-ab-corrupt", KEYS[0].hex(), KEYS[0].hex()[2:], "precious"):
         (path / name).write_bytes(b"mine")
         os.utime(path / name, (1, 1))
     before = content_of()
@@ -108,7 +108,6 @@ def test_a_directory_linked_beside_a_running_engine(
         loaded = fetch(store, KEYS, ODD)[0]
         assert loaded.items() <= {block: content(block, ODD) for block in KEYS}.items()
         assert (KEYS[0] in loaded) == (part not in {"base", "bucket"})
-        store.prefetch(KEYS)
         save(store, [key(100), *KEYS], ODD)
 
 
@@ -170,16 +169,6 @@ def test_a_linked_block_is_no_block(config: StoreConfig, layout: Layout, outside
         assert fetch(store, KEYS[1:2], ODD)[0] == {}
         assert store.lookup(KEYS) == [False, False, True, True, True, True]
     assert sound.exists()
-
-
-def test_a_linked_log_is_not_appended_to(layout: Layout, outside: Path) -> None:
-    path = Path(layout.base, "REMOVED")
-    path.unlink(missing_ok=True)
-    path.symlink_to(outside / "REMOVED")
-    read_removals(layout, None)
-    log_removals(layout, KEYS[:1])
-    assert not path.is_symlink()
-    assert path.stat().st_size == 16
 
 
 def test_a_linked_tally_is_not_appended_to(config: StoreConfig, layout: Layout, outside: Path) -> None:
@@ -257,22 +246,17 @@ def make_locked(path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [make_fifo, make_directory, make_full_directory, make_device, make_socket, make_longer, make_locked]
 )
-@pytest.mark.parametrize("way", ["load", "promote"])
+@pytest.mark.parametrize("pipeline", ["Posix", "Cache|Posix"])
 def test_what_is_in_a_block_s_place(
-    config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], way: str, clock: SimulatedClock
+    config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], pipeline: str, clock: SimulatedClock
 ) -> None:
     """It is a miss, counted once and removed, and does not affect other blocks."""
     path = Path(layout.block(KEYS[0]))
     path.rename(f"{path}-moved")
     make(path)
-    if way == "promote":
-        config = replace(config, pipeline="Cache|Posix", dram_directory=memory)
+    config = replace(config, pipeline=pipeline, dram_directory=memory)
     with open_store(replace(config, failures_until_rest=1), NAMESPACE, ODD, clock=clock) as store:
-        if way == "load":
-            assert fetch(store, KEYS[:1], ODD)[0] == {}
-        else:
-            store.prefetch(KEYS[:1])
-            clock.run_until_idle()
+        assert fetch(store, KEYS[:1], ODD)[0] == {}
         assert store.lookup(KEYS) == [False] + [True] * 5
         assert save(store, KEYS[:1], ODD).failed == {}
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}

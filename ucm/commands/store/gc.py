@@ -23,7 +23,6 @@ from ucm.errors import UcmError
 from ucm.store.inspection import damaged_files, left_behind, side_files, stored_blocks
 from ucm.store.memory.directory import in_memory
 from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
-from ucm.store.posix.index import log_removals, removals_path
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
 from ucm.store.posix.paths import remove_directory, status_of, unlink
 
@@ -32,13 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
-    from ucm.store.base import BlockKey
     from ucm.store.inspection import StoredBlock
     from ucm.store.posix.layout import Layout
 
     Tallies: TypeAlias = "Mapping[tuple[Directory, str, str], Tally]"
 
-_LOGGED_AT_ONCE = 1_000
 LEFT_BEHIND, DAMAGED, BLOCK = "left behind", "damaged", "block"
 
 
@@ -185,23 +182,14 @@ def _delete(path: str, outcome: Outcome) -> bool:
 def _deleted(
     directory: Directory, layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]
 ) -> Iterator[StoredBlock]:
-    """Delete old blocks, and notify the engines that have them in their index."""
-    gone: list[BlockKey] = []
+    """Delete old blocks."""
     in_use = layout.is_private
-    try:
-        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-            step()
-            if block.used < until and in_use:
-                outcome.spared += 1
-            elif block.used < until and _delete_block(block, until, outcome):
-                gone.append(block.key)
-                yield block
-            if len(gone) >= _LOGGED_AT_ONCE:
-                log_removals(layout, gone)
-                gone.clear()
-    finally:
-        if gone:
-            log_removals(layout, gone)
+    for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
+        step()
+        if block.used < until and in_use:
+            outcome.spared += 1
+        elif block.used < until and _delete_block(block, until, outcome):
+            yield block
 
 
 def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
@@ -221,7 +209,7 @@ def _remove_directories(layout: Layout) -> None:
         for path in (*buckets(layout), directory_of(layout), layout.temporary, layout.quarantine):
             with suppress(FileNotFoundError):
                 remove_directory(path)
-        for path in (f"{layout.base}/{IDENTITY}", removals_path(layout), f"{layout.base}/{MARKER}"):
+        for path in (f"{layout.base}/{IDENTITY}", f"{layout.base}/{MARKER}"):
             with suppress(FileNotFoundError):
                 unlink(path)
         remove_directory(layout.base)

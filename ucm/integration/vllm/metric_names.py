@@ -11,10 +11,10 @@ dots.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ucm.sparse.outcomes import OUTCOMES
 
@@ -45,6 +45,7 @@ class Metric:
         unit: Its unit.
         buckets: The upper bounds of a histogram's buckets.
         known: Label values exported as 0 from the start, so that the first increase is visible.
+        stat: The field of `TierStats` with its value; empty for what is counted elsewhere.
     """
 
     name: str
@@ -53,7 +54,15 @@ class Metric:
     labels: tuple[str, ...] = ()
     unit: str = "1"
     buckets: tuple[float, ...] = ()
-    known: tuple[tuple[str, ...], ...] = field(default=((),))
+    known: tuple[tuple[str, ...], ...] = ((),)
+    stat: str = ""
+
+
+class Counting(Protocol):
+    """Counts."""
+
+    def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
+        """Add to a metric's value with these label values, joined by dots."""
 
 
 #: A lookup takes microseconds if all is staged, or as long as reading a long prompt if nothing is.
@@ -78,13 +87,23 @@ def _counter(
     )
 
 
+def _histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(f"ucm:{name}", Kind.HISTOGRAM, documentation, (), "seconds", buckets)
+
+
+def _of_tier(name: str, documentation: str, unit: str, stat: str = "") -> Metric:
+    return replace(_counter(name, documentation, unit, ("tier",), _TIERS), stat=stat)
+
+
+def _state(name: str, documentation: str, unit: str, stat: str) -> Metric:
+    return Metric(f"ucm:{name}", Kind.GAUGE, documentation, ("tier",), unit, known=(), stat=stat)
+
+
 QUERIED_TOKENS = _counter(
     "queried_tokens_total", "Tokens that were looked up, which vLLM's own prefix cache lacked.", "tokens"
 )
 MATCHED_TOKENS = _counter("matched_tokens_total", "Those of them that were promised from the store.", "tokens")
-HIT_TOKENS = _counter(
-    "hit_tokens_total", "Tokens whose KV was loaded, by the tier it came from.", "tokens", ("tier",), _TIERS
-)
+HIT_TOKENS = _of_tier("hit_tokens_total", "Tokens whose KV was loaded, by the tier it came from.", "tokens")
 LOOKUPS = _counter(
     "lookups_total",
     "Requests looked up, by whether anything was found.",
@@ -92,26 +111,19 @@ LOOKUPS = _counter(
     ("outcome",),
     (("hit",), ("miss",)),
 )
-LOOKUP_DURATION = Metric(
-    "ucm:lookup_duration_seconds",
-    Kind.HISTOGRAM,
+LOOKUP_DURATION = _histogram(
+    "lookup_duration_seconds",
     "Time from vLLM's first query for a request to the result, including staging.",
-    (),
-    "seconds",
     LOOKUP_BUCKETS,
 )
 HASHED_BLOCKS = _counter("hashed_blocks_total", "Blocks whose keys were computed.", "blocks")
 HASH_SECONDS = _counter("hash_seconds_total", "Time spent computing keys.", "seconds")
-LOAD_BLOCKS = _counter("load_blocks_total", "Blocks loaded, by the tier they came from.", "blocks", ("tier",), _TIERS)
+LOAD_BLOCKS = _of_tier("load_blocks_total", "Blocks loaded, by the tier they came from.", "blocks")
 LOAD_BYTES = _counter("load_bytes_total", "Bytes loaded by all ranks.", "bytes")
-LOAD_DURATION = Metric(
-    "ucm:load_duration_seconds", Kind.HISTOGRAM, "Time of one load, call to last byte.", (), "seconds", TRANSFER_BUCKETS
-)
+LOAD_DURATION = _histogram("load_duration_seconds", "Time of one load, call to last byte.", TRANSFER_BUCKETS)
 SAVE_BLOCKS = _counter("save_blocks_total", "Blocks handed to the store.", "blocks")
 SAVE_BYTES = _counter("save_bytes_total", "Bytes saved by all ranks.", "bytes")
-SAVE_DURATION = Metric(
-    "ucm:save_duration_seconds", Kind.HISTOGRAM, "Time of one save, call to last byte.", (), "seconds", TRANSFER_BUCKETS
-)
+SAVE_DURATION = _histogram("save_duration_seconds", "Time of one save, call to last byte.", TRANSFER_BUCKETS)
 FAILURES = _counter(
     "failures_total",
     "Blocks that were not loaded (their tokens are recomputed) or not saved, by cause.",
@@ -119,13 +131,17 @@ FAILURES = _counter(
     ("operation", "cause"),
     _FAILURES,
 )
-TIER_LOOKED_UP = _counter("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", ("tier",), _TIERS)
-TIER_FOUND = _counter("tier_hit_blocks_total", "Those of them that the tier had.", "blocks", ("tier",), _TIERS)
-TIER_LOADED_BYTES = _counter("tier_load_bytes_total", "Bytes read from a tier.", "bytes", ("tier",), _TIERS)
-TIER_SAVED_BYTES = _counter("tier_save_bytes_total", "Bytes written to a tier.", "bytes", ("tier",), _TIERS)
-TIER_EVICTED = _counter("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", ("tier",), _TIERS)
-TIER_QUARANTINED = _counter(
-    "tier_quarantined_blocks_total", "Damaged blocks moved to quarantine.", "blocks", ("tier",), _TIERS
+TIER_COUNTERS = (
+    _of_tier("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", "lookups"),
+    _of_tier("tier_hit_blocks_total", "Those of them that the tier had.", "blocks", "hits"),
+    _of_tier("tier_load_bytes_total", "Bytes read from a tier.", "bytes", "loaded_bytes"),
+    _of_tier("tier_save_bytes_total", "Bytes written to a tier.", "bytes", "saved_bytes"),
+    _of_tier("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", "evicted_blocks"),
+    _of_tier("tier_quarantined_blocks_total", "Damaged blocks moved to quarantine.", "blocks", "quarantined_blocks"),
+    _of_tier("tier_lookup_calls_total", "Lookups in a tier.", "calls", "lookup_calls"),
+    _of_tier("tier_lookup_seconds_total", "Time that lookups took.", "seconds", "lookup_seconds"),
+    _of_tier("tier_load_seconds_total", "Time that reading took, of all threads together.", "seconds", "load_seconds"),
+    _of_tier("tier_save_seconds_total", "Time that writing took, of all threads together.", "seconds", "save_seconds"),
 )
 TIER_FAILURES = _counter(
     "tier_failures_total",
@@ -134,35 +150,11 @@ TIER_FAILURES = _counter(
     ("tier", "operation", "cause"),
     tuple((*tier, *failure) for tier, failure in product(_TIERS, _FAILURES)),
 )
-TIER_LOOKUP_CALLS = _counter("tier_lookup_calls_total", "Lookups in a tier.", "calls", ("tier",), _TIERS)
-TIER_LOOKUP_SECONDS = _counter("tier_lookup_seconds_total", "Time that lookups took.", "seconds", ("tier",), _TIERS)
-TIER_LOAD_SECONDS = _counter(
-    "tier_load_seconds_total", "Time that reading took, of all threads together.", "seconds", ("tier",), _TIERS
-)
-TIER_SAVE_SECONDS = _counter(
-    "tier_save_seconds_total", "Time that writing took, of all threads together.", "seconds", ("tier",), _TIERS
-)
-TIER_RESTING = Metric(
-    "ucm:tier_resting_ratio",
-    Kind.GAUGE,
-    "The share of a tier that rests after failures, 0 to 1.",
-    ("tier",),
-    "ratio",
-    known=(),
-)
-TIER_QUEUED = Metric(
-    "ucm:tier_queued_bytes", Kind.GAUGE, "Bytes that wait for write-behind.", ("tier",), "bytes", known=()
-)
-TIER_USED = Metric(
-    "ucm:tier_used_bytes", Kind.GAUGE, "Bytes in a tier, of all its users.", ("tier",), "bytes", known=()
-)
-TIER_CAPACITY = Metric(
-    "ucm:tier_capacity_bytes",
-    Kind.GAUGE,
-    "Bytes that a tier may take; absent without a limit.",
-    ("tier",),
-    "bytes",
-    known=(),
+TIER_STATES = (
+    _state("tier_resting_ratio", "The share of a tier that rests after failures, 0 to 1.", "ratio", "resting"),
+    _state("tier_queued_bytes", "Bytes that wait for write-behind.", "bytes", "queued_bytes"),
+    _state("tier_used_bytes", "Bytes in a tier, of all its users.", "bytes", "used_bytes"),
+    _state("tier_capacity_bytes", "Bytes that a tier may take; absent without a limit.", "bytes", "capacity_bytes"),
 )
 
 BLEND_REQUESTS = _counter(
@@ -223,7 +215,12 @@ SPARSE_REROPE_KEYS = _counter(
 )
 
 #: All metrics by name, in the order of docs/metrics.md.
-METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}
+METRICS = {
+    metric.name: metric
+    for found in list(globals().values())
+    for metric in (found if isinstance(found, tuple) else (found,))
+    if isinstance(metric, Metric)
+}
 
 
 def copied(data: StatsData) -> StatsData:

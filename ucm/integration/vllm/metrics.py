@@ -71,6 +71,12 @@ class ConnectorCounters:
         self._tiers: dict[tuple[int, str], Counter[tuple[str, str]]] = {}
         self._look_again = 0.0
 
+    def add(self, metric: names.Metric, value: float = 1, key: str = "") -> None:
+        """Add to a metric's value with these label values, joined by dots."""
+        values = self._data.setdefault(metric.name, {})
+        before = values.get(key, 0)
+        values[key] = value if isinstance(before, list) else before + value
+
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
         """Count a lookup of a request.
 
@@ -102,10 +108,10 @@ class ConnectorCounters:
             return
         if blocks:
             for tier, count in Counter(tiers).items() if tiers is not None else [(UNKNOWN_TIER, blocks)]:
-                self._add(names.LOAD_BLOCKS, tier, count)
+                self.add(names.LOAD_BLOCKS, count, tier)
                 if tokens_per_block:
-                    self._add(names.HIT_TOKENS, tier, count * tokens_per_block)
-        self._add(names.LOAD_BYTES, "", nbytes)
+                    self.add(names.HIT_TOKENS, count * tokens_per_block, tier)
+        self.add(names.LOAD_BYTES, nbytes)
         self._observe(names.LOAD_DURATION, seconds)
 
     def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
@@ -119,8 +125,8 @@ class ConnectorCounters:
         if not nbytes:
             return
         if blocks:
-            self._add(names.SAVE_BLOCKS, "", blocks)
-        self._add(names.SAVE_BYTES, "", nbytes)
+            self.add(names.SAVE_BLOCKS, blocks)
+        self.add(names.SAVE_BYTES, nbytes)
         self._observe(names.SAVE_DURATION, seconds)
 
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
@@ -131,30 +137,7 @@ class ConnectorCounters:
             cause: The ``cause`` of the store's error.
             blocks: The number of blocks.
         """
-        self._add(names.FAILURES, f"{operation}.{cause}", blocks)
-
-    def blend_planned(self, outcome: str) -> None:
-        """Count a request with chunks as blended, or the reason why not."""
-        self._add(names.BLEND_REQUESTS, outcome, 1)
-
-    def blended(self, reused: int, computed: int) -> None:
-        """Count a filled stretch of a prompt.
-
-        Args:
-            reused: Its tokens from chunks.
-            computed: Its computed tokens.
-        """
-        self._add(names.BLEND_REUSED_TOKENS, "", reused)
-        self._add(names.BLEND_COMPUTED_TOKENS, "", computed)
-
-    def gate_failed(self, chunks: int) -> None:
-        """Count chunks that were recomputed because their KV differed from the model's."""
-        self._add(names.BLEND_GATE_FAILURES, "", chunks)
-
-    def chunk_saved(self, tokens: int) -> None:
-        """Count a saved chunk."""
-        del tokens
-        self._add(names.BLEND_SAVED_CHUNKS, "", 1)
+        self.add(names.FAILURES, blocks, f"{operation}.{cause}")
 
     def watch(self, store: HasTiers) -> None:
         """Read a store's tier counters every few seconds from now on."""
@@ -209,11 +192,6 @@ class ConnectorCounters:
         if self._log is not None:
             self._log.close()
 
-    def _add(self, metric: names.Metric, key: str, value: float) -> None:
-        values = self._data.setdefault(metric.name, {})
-        before = values.get(key, 0)
-        values[key] = value if isinstance(before, list) else before + value
-
     def _observe(self, metric: names.Metric, value: float) -> None:
         values = self._data.setdefault(metric.name, {})
         found = values.setdefault("", [])
@@ -224,17 +202,17 @@ class ConnectorCounters:
         """Add the lookups and the hashing of the step's requests to the counts."""
         if self._hashings:
             hashings, self._hashings = self._hashings, []
-            self._add(names.HASHED_BLOCKS, "", sum(blocks for blocks, _ in hashings))
-            self._add(names.HASH_SECONDS, "", sum(seconds for _, seconds in hashings))
+            self.add(names.HASHED_BLOCKS, sum(blocks for blocks, _ in hashings))
+            self.add(names.HASH_SECONDS, sum(seconds for _, seconds in hashings))
         if not self._lookups:
             return
         lookups, self._lookups = self._lookups, []
         hits = sum(hit > 0 for _, hit, _ in lookups)
         for outcome, count in (("hit", hits), ("miss", len(lookups) - hits)):
             if count:
-                self._add(names.LOOKUPS, outcome, count)
-        self._add(names.QUERIED_TOKENS, "", sum(queried for queried, _, _ in lookups))
-        self._add(names.MATCHED_TOKENS, "", sum(hit for _, hit, _ in lookups))
+                self.add(names.LOOKUPS, count, outcome)
+        self.add(names.QUERIED_TOKENS, sum(queried for queried, _, _ in lookups))
+        self.add(names.MATCHED_TOKENS, sum(hit for _, hit, _ in lookups))
         for _, _, seconds in lookups:
             self._observe(names.LOOKUP_DURATION, seconds)
 
@@ -245,45 +223,27 @@ class ConnectorCounters:
                 metric = names.METRICS.get(f"ucm:sparse_{name}_total")
                 rise = value - before.get(figure, 0)
                 if metric is not None and rise > 0:
-                    self._add(metric, key, rise)
+                    self.add(metric, rise, key)
                     before[figure] = value
 
     def _look_at_tiers(self) -> None:
         for number, store in enumerate(self._stores):
             for tier, stats in store.stats().items():
                 self._rises((number, tier), stats)
-                for metric, value in (
-                    (names.TIER_USED, stats.used_bytes),
-                    (names.TIER_CAPACITY, stats.capacity_bytes),
-                    (names.TIER_RESTING, stats.resting),
-                    (names.TIER_QUEUED, stats.queued_bytes),
-                ):
+                for metric in names.TIER_STATES:
+                    value = getattr(stats, metric.stat)
                     if value is not None:
                         self._data.setdefault(metric.name, {})[tier] = value
 
     def _rises(self, of: tuple[int, str], stats: TierStats) -> None:
         """Add the increase of a tier's counters since they were last read."""
         tier = of[1]
-        now = Counter({(metric.name, tier): getattr(stats, counter) for counter, metric in _TIER_COUNTERS.items()})
+        now = Counter({(metric.name, tier): getattr(stats, metric.stat) for metric in names.TIER_COUNTERS})
         for failure, count in stats.failures.items():
             now[names.TIER_FAILURES.name, f"{tier}.{failure}"] = count
         for (name, key), rise in (now - self._tiers.get(of, Counter())).items():
-            self._add(names.METRICS[name], key, rise)
+            self.add(names.METRICS[name], rise, key)
         self._tiers[of] = now
-
-
-_TIER_COUNTERS = {
-    "lookups": names.TIER_LOOKED_UP,
-    "lookup_calls": names.TIER_LOOKUP_CALLS,
-    "lookup_seconds": names.TIER_LOOKUP_SECONDS,
-    "load_seconds": names.TIER_LOAD_SECONDS,
-    "save_seconds": names.TIER_SAVE_SECONDS,
-    "hits": names.TIER_FOUND,
-    "loaded_bytes": names.TIER_LOADED_BYTES,
-    "saved_bytes": names.TIER_SAVED_BYTES,
-    "evicted_blocks": names.TIER_EVICTED,
-    "quarantined_blocks": names.TIER_QUARANTINED,
-}
 
 
 def create_counters(vllm_config: Any, config: ConnectorConfig, *, clock: Clock = SYSTEM) -> ConnectorCounters:

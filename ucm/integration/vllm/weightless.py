@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
+from ucm.engine_process import check_model
 from ucm.errors import UcmError
 from ucm.hashing.rank_geometry import rank_tag
 from ucm.hashing.request_hasher import RequestHasher
@@ -127,12 +128,7 @@ def describe_engine(
         UcmError: vLLM is not installed, refuses the model or the arguments, or runs on another device; or the engine
             would store nothing.
     """
-    if not (model / "config.json").is_file():
-        raise UcmError(
-            "this directory contains no model: it has no config.json",
-            where=f"model: {model}",
-            fix="name a directory with config.json and the weights, as you would for vLLM",
-        )
+    check_model(model)
     config = _engine_config(model, extra_config, engine_args or {})
     kind = str(config.device_config.device_type)
     if device is not None and device != kind:

@@ -123,15 +123,9 @@ class DramTier(Tier):
             raise self._refused(place, key, refusal)
         return content
 
-    def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Learn which blocks others have stored meanwhile."""
-        del keys, file_nbytes
-        with suppress(StoreError):  # the writer reports it
-            self._refresh()
-
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
         """Return a writer into a free slot; None if the block exists."""
-        if self._place(key) is not None:
+        if self._places([key])[0] is not None:
             return None
         with self._claiming:
             with self._lock:

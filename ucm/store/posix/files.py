@@ -42,7 +42,6 @@ from ucm.store.format import (
     header_nbytes,
     scatter,
 )
-from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
     NotAFileError,
@@ -449,8 +448,6 @@ class BlockFileWriter(BlockWriter):
         if self._reserved:
             self._reserved = False
             self._directory.unreserve(self._file_nbytes)
-        else:
-            self._directory.expect(self._file_nbytes, -1)
 
     def _failure(self, error: OSError, path: str) -> StoreError:
         failure = self._directory.write_failed(error, path)
@@ -565,7 +562,6 @@ def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> b
             return False
     with suppress(OSError):  # surplus files are deleted with the next quarantined block
         _delete_oldest(layout, keep)
-    log_removals(layout, [key])
     return True
 
 

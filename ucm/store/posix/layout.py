@@ -5,7 +5,6 @@
     <root>/USED                          how much the root holds; see ``space``
     <root>/<namespace>/NAMESPACE         marks the directory as ours, and names the namespace
     <root>/<namespace>/identity.json     the facts that its blocks depend on; see ``write_identity``
-    <root>/<namespace>/REMOVED           which blocks were taken out; see ``index``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
     <root>/<namespace>/aside/            damaged blocks in quarantine

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
-from ucm.store.posix.index import Scan, clean_up, evict, scan
 from ucm.store.posix.paths import FILE_MODE, SHARED_FILE_MODE, open_file, shared_group, status_of, touch
+from ucm.store.posix.scan import Scan, clean_up, evict, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,7 +25,6 @@ from ucm.store.base import (
 from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
-from ucm.store.posix.index import REMOVALS, NameIndex, close_indices
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.paths import (
     KeptDirectory,
@@ -33,7 +32,6 @@ from ucm.store.posix.paths import (
     file_system_of,
     group_id,
     make_directory,
-    open_file,
     shared_group,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
@@ -53,9 +51,9 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: Bytes of the tally reserved ahead for queued blocks, but no more than this share of the limit: a scan counts reserved
-#: bytes as room.
-_AHEAD_NBYTES, _AHEAD_SHARE = 1 << 20, 0.002
+#: How many blocks that were accounted for and then not written the next blocks may use; another process's scan since
+#: then counts them as room.
+_MOST_UNWRITTEN = 8
 #: How long a write waits for the evictor at most, and how often it checks, in seconds.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How often missing directories are made for one file.
@@ -108,14 +106,11 @@ class Directory:
         check_root(root, config.trusted_group)
         _check_namespace(self.layout)
         self.layout.keep_identity()
-        self.index = NameIndex(self.layout, clock=clock)
         self._base = KeptDirectory(self.layout.base, clock=clock)
         self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
         self._lock, self._taking = Lock(), clock.lock()  # the latter is held while the tally is read
-        self._credit = 0  # bytes in the tally that no block uses yet
-        self._expected = 0  # bytes expected to be written, including those covered by the credit
+        self._credit = 0  # bytes in the tally of blocks that were not written
         self._is_patient = True
-        self._ahead = _AHEAD_NBYTES if share is None else min(_AHEAD_NBYTES, int(share * _AHEAD_SHARE))
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
         self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
@@ -131,31 +126,20 @@ class Directory:
         """Return whether a block exists, judged by its name."""
         return os.access(self.layout.block(key), os.F_OK, follow_symlinks=False)
 
-    def expect(self, nbytes: int, blocks: int) -> None:
-        """Expect calls of ``reserve`` for this many blocks; a negative number withdraws the expectation."""
-        with self._lock:
-            self._expected = max(0, self._expected + _in_tally(nbytes) * blocks)
-
     def reserve(self, nbytes: int) -> None:
-        """Account for a block to be written, and for some of the blocks expected after it.
+        """Account for a block to be written.
 
         Raises:
             StoreFullError: The directory would exceed its share: the evictor is behind.
             OSError: The directory is missing or cannot be written.
         """
         nbytes = _in_tally(nbytes)
-        if self._use_credit(nbytes):
-            return
-        with self._taking:
-            if self._use_credit(nbytes):  # another thread has just reserved some
+        with self._lock:
+            if self._credit >= nbytes:
+                self._credit -= nbytes
                 return
-            with self._lock:
-                batch = max(nbytes, min(self._expected - self._credit, self._ahead) // nbytes * nbytes)
-            state = self.usage.add(batch, self.share)
-            if state is not None:
-                with self._lock:
-                    self._credit += batch - nbytes
-                    self._expected = max(0, self._expected - nbytes)
+        with self._taking:
+            state = self.usage.add(nbytes, self.share)
         if state is None:
             raise StoreFullError(
                 f"the {self.share:.0f} bytes that the directory may hold are in use",
@@ -186,22 +170,11 @@ class Directory:
                 self._is_patient = True
                 return
 
-    def _use_credit(self, nbytes: int) -> bool:
-        with self._lock:
-            enough = self._credit >= nbytes
-            if enough:
-                self._credit -= nbytes
-                self._expected = max(0, self._expected - nbytes)
-        return enough
-
     def unreserve(self, nbytes: int) -> None:
-        """Return the reservation of a block that was not written, for the next block.
-
-        Only a few are kept: the figure of another process's scan since then does not include them.
-        """
+        """Return the reservation of a block that was not written, for the next block."""
         nbytes = _in_tally(nbytes)
         with self._lock:
-            self._credit = max(self._credit, min(self._credit + nbytes, max(self._ahead, nbytes)))
+            self._credit = min(self._credit + nbytes, _MOST_UNWRITTEN * nbytes)
 
     def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
         """Make a temporary file; return its descriptor and the file.
@@ -346,7 +319,7 @@ def _check_namespace(layout: Layout) -> None:
         raise _refused(layout.base, reason)
     for path in (
         *(layout.temporary, layout.quarantine),
-        *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY, REMOVALS)),
+        *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY)),
         f"{layout.root}/{USAGE_FILE}",
     ):
         if os.path.islink(path):  # noqa: PTH114 - unlike Path.is_symlink, it never raises
@@ -376,7 +349,7 @@ class PosixTier(Tier):
         name: The tier's name.
         roots: The tier's directories.
         namespace: The name shared by all engines that share blocks.
-        codec: The codec of a block's file; None in an instance that only looks up and prefetches.
+        codec: The codec of a block's file; None in an instance that only looks up.
         config: The store's options.
         capacity_bytes: The most bytes that it may use; None: no limit.
         authenticator: Authenticates blocks; None: they have checksums alone.
@@ -519,34 +492,13 @@ class PosixTier(Tier):
         except StoreError as error:
             self._fail(directory, key, error)
 
-    def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Expect blocks, so that several are accounted for at once."""
-        if len(self._directories) == 1:
-            self._directories[0].expect(file_nbytes, len(keys))
-        else:
-            for key in keys:
-                self._directory(key).expect(file_nbytes, 1)
-
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
         """Return a writer of a temporary file; None if the block exists."""
         directory = self._directory(key)
         if directory.holds(key):
-            directory.expect(file_nbytes, -1)
             return None
         self._start_evictors()
         return BlockFileWriter(directory, key, file_nbytes, self)
-
-    def prefetch(self, key: BlockKey) -> None:
-        """Let the kernel read the file into the page cache."""
-        directory = self._directory(key)
-        if directory.direct_io or directory.reads.rests:
-            return
-        with suppress(OSError):
-            descriptor, _ = open_file(directory.layout.block(key), os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(descriptor)
 
     def stats(self) -> TierStats:
         """Return the counters and the bytes used."""
@@ -559,13 +511,11 @@ class PosixTier(Tier):
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
-        close_indices([directory.index for directory in self._directories], clock=self.clock)
 
     def committed(self, directory: Directory, key: BlockKey) -> None:
         """Note that a writer made a block visible."""
         self._recent.generations()[0].add(key)
         self._renewed.discard(key)
-        directory.index.add([key])
         directory.evictor.wrote()
 
     def refused(self, directory: Directory, error: StoreError) -> None:
@@ -619,7 +569,6 @@ class PosixTier(Tier):
         """Forget a block that is gone."""
         self._renewed.discard(key)
         self._recent.drop(key)
-        self._directory(key).index.drop(key)
 
     def _fail(self, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
         """Quarantine an unusable block, and raise the error for its reader.
@@ -680,7 +629,7 @@ class _Question:
 
     def _look(self) -> None:
         directory, there = self._directory, []
-        for key, known in zip(self._keys, directory.index.known(self._keys) or self._seen(), strict=True):
+        for key, known in zip(self._keys, self._seen(), strict=True):
             found = known
             if not known:
                 found = directory.holds(key)
@@ -691,8 +640,6 @@ class _Question:
             if self._given_up or not (found or self._gaps):
                 break
         self._recent.generations()[0].update(there)
-        directory.index.add(there)
-        directory.index.tested(self._tested)
 
 
 @cache

@@ -13,7 +13,6 @@ from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
 from ucm.commands.store import gc
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.posix import index as posix_index
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.testing.blocks import EVEN, fetch, key, save
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ucm.commands.store.conftest import Answer, Kept
-    from ucm.testing.clock import SimulatedClock
 
 
 def litter(kept: Kept) -> tuple[list[Path], list[Path]]:
@@ -190,23 +188,6 @@ def test_a_size_is_that_of_one_tier(kept: Kept, ask: Callable[..., Answer], tmp_
     assert "add --tier posix" in ask("gc", "--to", "0", "--config", file).err
     assert ask("gc", "--to", "0", "--tier", "posix", "--config", file).code == 0
     assert kept.blocks(BIG) == []
-
-
-def test_engines_hear_of_what_was_deleted(
-    kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
-) -> None:
-    monkeypatch.setattr(posix_index, "WORTH", 1)
-    monkeypatch.setattr(gc, "_LOGGED_AT_ONCE", 2)
-    config = StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0)
-    with open_store(config, BIG, None, clock=clock) as store:
-        store.lookup(kept.keys[BIG])
-        clock.run_until(lambda: posix_index.INDEX_THREAD not in clock.alive)
-        assert store.lookup(kept.keys[BIG]) == [True] * 10
-        assert ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root).code == 0
-        assert store.lookup(kept.keys[BIG]) == [number < 3 for number in range(10)]
-        assert ask("gc", "--all", "--namespace", BIG, "--directory", kept.root).code == 0
-        assert store.lookup(kept.keys[BIG]) == [False] * 10
-    assert not kept.side(BIG, ".").exists()
 
 
 def test_an_engine_goes_on_when_its_namespace_is_deleted(kept: Kept, ask: Callable[..., Answer]) -> None:

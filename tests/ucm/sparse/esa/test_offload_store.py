@@ -23,8 +23,8 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.memory.segment import delete_blocks
 from ucm.store.posix import layout as posix_layout
-from ucm.store.posix.index import evict, scan
 from ucm.store.posix.layout import Layout, owner_name
+from ucm.store.posix.scan import evict, scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ucm.blend import Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
 from ucm.compat import (
@@ -33,6 +33,7 @@ from ucm.compat import (
     transfer_params,
     wants_prompt_logprobs,
 )
+from ucm.integration.vllm import metric_names as names
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ucm.clock import Thread
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
+    from ucm.integration.vllm.metric_names import Counting
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.memory.slab import Slab, SlabAddress
 
@@ -168,13 +170,6 @@ class OwnNames:
         return next((size for size in parts if number // size == names), max(1, number // names))
 
 
-class BlendCounters(Protocol):
-    """The counters of the scheduler side's decisions."""
-
-    def blend_planned(self, outcome: str) -> None:
-        """Count a request with chunks as blended, or the reason why not."""
-
-
 @dataclass(slots=True)
 class BlendRequest:
     """The state of a request.
@@ -227,7 +222,7 @@ class BlendScheduler:
         block_size: int,
         slab: Slab,
         stager: ChunkStager,
-        counters: BlendCounters,
+        counters: Counting,
         *,
         batches: int = 1,
         loads: bool = True,
@@ -516,7 +511,7 @@ class BlendScheduler:
     def _count(self, state: BlendRequest, outcome: str) -> None:
         if outcome != state.outcome and not (state.blended and outcome == "miss"):
             state.outcome = outcome
-            self._counters.blend_planned(outcome)
+            self._counters.add(names.BLEND_REQUESTS, key=outcome)
 
     def _say(self, what: str) -> None:
         if what not in self._said and len(self._said) < 100:  # noqa: PLR2004 - clients write these texts

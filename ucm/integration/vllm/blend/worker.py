@@ -8,11 +8,12 @@ attention, so the result is that of a chunked prefill over the same cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ucm.background import wait_while_it_shrinks
 from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused_spans, runs_of
 from ucm.clock import SYSTEM
+from ucm.integration.vllm import metric_names as names
 from ucm.integration.vllm.blend.scheduler import REFUSED
 from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.integration.vllm.metric_names import Counting
     from ucm.store.base import BlockKey, KVStore, Task
     from ucm.store.memory.slab import SlabAddress
 
@@ -37,19 +39,6 @@ if TYPE_CHECKING:
 MOST_GATE_FAILURES = 3
 #: Deviations are summed over ranks as integers, with this many steps for each unit, and are clamped to this value.
 _STEPS = 1 << 20
-
-
-class StretchCounters(Protocol):
-    """The counters of a worker."""
-
-    def blended(self, reused: int, computed: int) -> None:
-        """Count the reused and the computed tokens of a stretch."""
-
-    def gate_failed(self, chunks: int) -> None:
-        """Count chunks that were computed because their KV is not what the model computes."""
-
-    def chunk_saved(self, tokens: int) -> None:
-        """Count a chunk that was handed to the store."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +77,7 @@ class BlendWorker:
         caches: LayerCaches,
         model: Any,
         settings: BlendSettings,
-        counters: StretchCounters,
+        counters: Counting,
         *,
         most_tokens: int,
         rank: int = 0,
@@ -191,7 +180,8 @@ class BlendWorker:
             self._compute(stretch, [Run(begin, blend.end)])
             computed = sum(chosen[: begin - blend.start]) + blend.end - begin
         if self._rank == 0:
-            self._counters.blended(blend.end - blend.start - computed, computed)
+            self._counters.add(names.BLEND_REUSED_TOKENS, blend.end - blend.start - computed)
+            self._counters.add(names.BLEND_COMPUTED_TOKENS, computed)
 
     @property
     def _edge_tokens(self) -> int:
@@ -401,7 +391,7 @@ class BlendWorker:
         before = self.refused
         self._failures += chunks
         if self._rank == 0:
-            self._counters.gate_failed(chunks)
+            self._counters.add(names.BLEND_GATE_FAILURES, chunks)
         get_logger(__name__).warning(
             "[UCM.Blend] the stored KV of %d chunks is not what %s computes in its first layer (off by %.3g, "
             "allowed %.3g): these chunks are computed",
@@ -442,7 +432,7 @@ class BlendWorker:
         self._saving.append((store.save(transfers), room))
         self._unconfirmed.add(save.keys, self._step)
         if self._rank == 0:
-            self._counters.chunk_saved(save.tokens)
+            self._counters.add(names.BLEND_SAVED_CHUNKS)
 
     def _commit(self, keys: Sequence[BlockKey]) -> None:
         if self._store is not None:

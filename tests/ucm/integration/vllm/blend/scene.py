@@ -11,6 +11,7 @@ from ucm.blend import Chunk, ChunkNames
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import REFUSED, BlendScheduler
 from ucm.integration.vllm.blend.staging import ChunkStager
+from ucm.integration.vllm.metric_names import BLEND_REQUESTS
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ucm.integration.vllm.blend.scheduler import BlendPlan
+    from ucm.integration.vllm.metric_names import Metric
     from ucm.store.base import BlockKey
     from ucm.testing.clock import SimulatedClock
 
@@ -76,8 +78,9 @@ class Counted:
     def __init__(self) -> None:
         self.outcomes: list[str] = []
 
-    def blend_planned(self, outcome: str) -> None:
-        self.outcomes.append(outcome)
+    def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
+        assert (metric, value) == (BLEND_REQUESTS, 1)
+        self.outcomes.append(key)
 
 
 class Scene:

@@ -21,6 +21,7 @@ from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.metric_names import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
 from ucm.store.base import BlockKey, KVStore
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.blend import Run
+    from ucm.integration.vllm.metric_names import Metric
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -75,16 +77,17 @@ class Counted:
     """Counters that record the stretches' tokens."""
 
     def __init__(self) -> None:
-        self.stretches: list[tuple[int, int]] = []
+        self.added: dict[Metric, list[float]] = {}
 
-    def blended(self, reused: int, computed: int) -> None:
-        self.stretches.append((reused, computed))
+    def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
+        assert key == ""
+        assert metric is not BLEND_GATE_FAILURES
+        self.added.setdefault(metric, []).append(value)
 
-    def gate_failed(self, chunks: int) -> None:
-        raise AssertionError(chunks)
-
-    def chunk_saved(self, tokens: int) -> None:
-        assert tokens == len(TOKENS)
+    @property
+    def stretches(self) -> list[tuple[float, float]]:
+        """The reused and the computed tokens of each."""
+        return list(zip(self.added[BLEND_REUSED_TOKENS], self.added[BLEND_COMPUTED_TOKENS], strict=True))
 
 
 def blend_of(start: int, unwritten: int, chunks: Sequence[Chunk] = ()) -> Blend:

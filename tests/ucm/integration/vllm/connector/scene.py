@@ -51,9 +51,6 @@ class KeyStore(KVStore):
         self.lookups += 1
         return next((place for place, key in enumerate(keys) if key not in self.keys), len(keys))
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        raise NotImplementedError
-
     def renew(self, keys: Sequence[BlockKey]) -> None:
         self.renewed.append(list(keys))
 

@@ -67,9 +67,6 @@ class FaultyStore(KVStore):
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
         return self.inner.lookup_on_prefix(keys)
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        self.inner.prefetch(keys)
-
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         error = BlockMissingError("injected")
         good, failed = self._split(blocks, lambda block: block.key, error, self._failing_loads)
