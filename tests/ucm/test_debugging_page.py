@@ -49,7 +49,7 @@ def test_every_name_of_ours_exists() -> None:
 def test_every_log_line_is_one_that_is_written() -> None:
     lines = [row.line for row in steps() if row.line]
     assert len(lines) >= 10
-    layers = re.escape(LAYERS).replace(r"\{\}", r"\d+")
+    layers = re.escape(LAYERS).replace(r"\{\}", r"\w+")
     patterns = [*map(as_pattern, formats()), rf"\[UCM\.Connector\] (?:direct|layerwise|mock): {layers}"]
     patterns.append(rf"\[UCM\.Connector\] settings come from \S+ \({FILE_KEY}\)")  # one of several notices
     assert [line for line in lines if not any(re.fullmatch(pattern, line) for pattern in patterns)] == []

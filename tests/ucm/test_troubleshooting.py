@@ -64,7 +64,7 @@ def summaries() -> list[str]:
 
 def test_every_line_of_the_log_is_one_that_is_written() -> None:
     written = [*map(as_pattern, formats()), *map(re.escape, summaries())]
-    layers = re.escape(LAYERS).replace(r"\{\}", r"\d+")
+    layers = re.escape(LAYERS).replace(r"\{\}", r"\w+")
     written += [rf"\[UCM\.Connector\] (?:direct|layerwise|mock): {layers}(?:; {layers})*"]
     lines = LINE.findall(TEXT) + LINE.findall(CACHE)
     assert len(lines) >= 10

@@ -93,8 +93,8 @@ def _about(connector: DebugConnector) -> list[str]:
         f"device       {connector.facts.device}",
     ]
     lines += [
-        f"group {stored.group.index}      blocks of {stored.group.chunk_tokens} tokens, {stored.geometry.nbytes:,} "
-        f"bytes in {len(stored.geometry.slice_sizes)} pieces; {stored.namespace}"
+        f"group {stored.group.index}      {stored.group.stored_as} of {stored.group.chunk_tokens} tokens, "
+        f"{stored.geometry.nbytes:,} bytes in {len(stored.geometry.slice_sizes)} pieces; {stored.namespace}"
         for stored in connector.facts.stored
     ]
     for name, stats in connector.tiers.items():

@@ -85,21 +85,33 @@ class Workload:
 
 @dataclass
 class Figures:
-    """The measured seconds of each round, by operation."""
+    """The measured seconds of each round, and those of this process's processor time, by operation."""
 
     workload: Workload
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, operation: str, run: Callable[[], None]) -> None:
         """Measure an operation once."""
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         run()
         self.seconds.setdefault(operation, []).append(time.perf_counter() - began)
+        self.processor.setdefault(operation, []).append(time.process_time() - used)
+
+    def merge(self, other: Figures, side: str = "") -> None:
+        """Add the rounds of another measurement of as many bytes, its operations under names that begin with a side."""
+        for own, new in ((self.seconds, other.seconds), (self.processor, other.processor)):
+            for operation, rounds in new.items():
+                own.setdefault(f"{side}{operation}", []).extend(rounds)
 
     def rate(self, operation: str) -> tuple[float, float]:
         """Return the best and the median GB/s of an operation."""
         seconds = self.seconds[operation]
         return self.workload.nbytes / min(seconds) / 1e9, self.workload.nbytes / median(seconds) / 1e9
+
+    def processor_per_gb(self, operation: str) -> float:
+        """Return the median seconds of processor time that an operation takes for a GB."""
+        return median(self.processor[operation]) / self.workload.nbytes * 1e9
 
     def ratio(self, operation: str, beside: str) -> tuple[float, float]:
         """Return the speed of ``operation`` relative to ``beside``: of the best rounds, and the median over rounds."""

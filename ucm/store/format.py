@@ -70,6 +70,8 @@ _TAG_BYTES, _SIGNED_BYTES = 16, 24
 _ALIGNMENT = 64
 #: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
 LARGE_BYTES = 32 << 10
+#: The most buffers that one system call accepts.
+MOST_BUFFERS = 1024
 
 #: What a header has to check a layer slice: its checksum or, if blocks are authenticated, its checksum and its tag.
 Seal: TypeAlias = Any
@@ -455,6 +457,19 @@ def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
         else:
             np.copyto(np.frombuffer(target, np.uint8, nbytes, at), np.frombuffer(view, np.uint8))
         at += nbytes
+
+
+def beyond(buffers: Sequence[Buffer | bytearray], skip: int) -> list[Buffer]:
+    """Return what is left of buffers after ``skip`` bytes, as many as one system call accepts."""
+    rest: list[Buffer] = []
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        if skip < len(view):
+            rest.append(view[skip:])
+        skip = max(0, skip - len(view))
+        if len(rest) == MOST_BUFFERS:
+            break
+    return rest
 
 
 def known_codec(codec: HeaderCodec | None) -> HeaderCodec:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NO_CONNECTOR = "no connector"
 OURS = "ours, direct, Posix"
+OURS_CHUNKS = "ours, direct, Posix, chunks of 256"
 OURS_CACHE = "ours, direct, Cache|Posix"
 OURS_LAYERWISE = "ours, layer-wise, Posix"
 EXAMPLE = "ExampleConnector"
@@ -100,14 +101,14 @@ def _none(release: str, _place: Place) -> Setup:
     return Setup(NO_CONNECTOR, plain(release).python, on_disk=False)
 
 
-def _ours(name: str, connector: str, pipeline: str) -> Callable[[str, Place], Setup]:
+def _ours(name: str, connector: str, pipeline: str, **extra: int) -> Callable[[str, Place], Setup]:
     def make(release: str, place: Place) -> Setup:
         store: dict[str, Any] = {"pipeline": pipeline, "directories": [str(place.disk)]}
         in_memory = pipeline != "Posix"
         if in_memory:
             store["dram_directory"] = str(place.memory)
         transfer = _connector(
-            connector, {"store": store}, kv_connector_module_path="ucm.integration.vllm.ucm_connector"
+            connector, {"store": store, **extra}, kv_connector_module_path="ucm.integration.vllm.ucm_connector"
         )
         return Setup(name, runtime_python(release), transfer, in_memory=in_memory)
 
@@ -159,9 +160,11 @@ def _lmcache(name: str, adapter: str, *, shared_memory: bool) -> Callable[[str, 
     return make
 
 
+#: In the order of tables.
 _MAKERS: dict[str, Callable[[str, Place], Setup]] = {
     NO_CONNECTOR: _none,
     OURS: _ours(OURS, "UCMDirectConnector", "Posix"),
+    OURS_CHUNKS: _ours(OURS_CHUNKS, "UCMDirectConnector", "Posix", chunk_tokens=256),
     OURS_CACHE: _ours(OURS_CACHE, "UCMDirectConnector", "Cache|Posix"),
     OURS_LAYERWISE: _ours(OURS_LAYERWISE, "UCMLayerWiseConnector", "Posix"),
     EXAMPLE: _example,
@@ -170,3 +173,4 @@ _MAKERS: dict[str, Callable[[str, Place], Setup]] = {
     LMCACHE_FS: _lmcache(LMCACHE_FS, "fs", shared_memory=False),
     LMCACHE_SHM: _lmcache(LMCACHE_SHM, "fs_native", shared_memory=True),
 }
+SIDES = tuple(_MAKERS)

@@ -11,10 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import replace
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.peers_install import UC_MANAGER, uc_manager_python
 from tests.e2e.bench.ttft_engine import EngineFailedError, TimedEngine
 from transforms.place import BUILD
-from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench, set_aside
+from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 #: Blocks and their bytes, with as many layer slices each.
 BLOCKS, SLICES = ((64, 4 * MIB), (512, MIB // 8)), (1, 32)
 ROUNDS = 7
-#: Blocks in each file of a packed layout.
-PACKED = 64
+#: Blocks of a chunk: 256 tokens in blocks of 16.
+CHUNK = 16
 PEER = "uc-manager"
 
 
@@ -69,18 +67,21 @@ def figures(rounds: int = ROUNDS) -> Iterator[Figure]:
     """Measure every shape in both tiers, and print a table; files are in the build directory."""
     root = BUILD / "bench" / "store"
     shutil.rmtree(root, ignore_errors=True)
-    table = Table("GB/s, medians", "", "ours", "plain", PEER)
+    table = Table("GB/s, medians", "", "ours", "plain", PEER, "ours, processor s/GB", "plain")
     try:
         for blocks, nbytes in BLOCKS:
             for slices in SLICES:
                 work = Workload(blocks, slices, nbytes // slices, rounds)
-                layers = "1 layer slice" if slices == 1 else f"{slices} layer slices"
-                shape = f"{blocks} of {nbytes // 1024} KiB, {layers}"
+                shape = f"{blocks} of {_shape_of(nbytes, slices)}"
                 yield from _shape(shape, work, root, table)
-        yield from packed(root, *BLOCKS[-1], rounds, table)
+        yield from chunks(root, *BLOCKS[-1], rounds, table)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    Console(width=120).print(table)
+    Console(width=150).print(table)
+
+
+def _shape_of(nbytes: int, slices: int) -> str:
+    return f"{nbytes // 1024} KiB, {slices} layer slice{'s' if slices > 1 else ''}"
 
 
 def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Figure]:
@@ -88,14 +89,7 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
     directory.mkdir(parents=True)
     config = for_bench(StoreConfig(directories=(str(directory),)))
     with ExitStack() as stack:
-        elsewhere: Callable[[], dict[str, float]] = dict
-        try:
-            peer = UcManager(root / f"{PEER} {shape}", work)
-        except (OSError, subprocess.CalledProcessError, EngineFailedError) as error:
-            print(f"{UC_MANAGER} is left out: {error}", file=sys.stderr)
-        else:
-            stack.callback(peer.stop)
-            elsewhere = peer.measure
+        elsewhere = _peer(stack, root / f"{PEER} {shape}", work)
         files = bench(config, work, elsewhere=elsewhere, tidy=False)
         direct = bench(replace(config, direct_io=True), work, elsewhere=elsewhere, tidy=False)
     with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
@@ -108,10 +102,12 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
 
 def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iterator[Figure]:
     detail = {name: found.rate(name)[1] for name in found.seconds}
+    detail |= {f"{name}, processor s/GB": found.processor_per_gb(name) for name in found.processor}
     for operation, (plain, share) in beside(config).items():
         if operation not in found.seconds or (operation == "staged" and config.pipeline != "Dram"):
             continue
-        table.add_row(what, f"{operation}, beside {plain}", *_rates(detail, operation, plain))
+        costs = [f"{detail[f'{name}, processor s/GB']:.2f}" for name in (operation, plain)]
+        table.add_row(what, f"{operation}, beside {plain}", *_rates(detail, operation, plain), *costs)
         yield Figure(
             f"{what}: {operation}, seconds to {plain}", 1 / found.ratio(operation, plain)[1], "", 1 / share, detail
         )
@@ -137,34 +133,45 @@ def _rates(detail: dict[str, float], operation: str, plain: str) -> list[str]:
     return [f"{detail[name]:.2f}" if name in detail else "" for name in (operation, plain, f"{PEER} {operation}")]
 
 
-def packed(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> Iterator[Figure]:
-    """Compare plain files of one block each with plain files of many blocks, for what a packed layout would bring."""
-    directory = root / "packed"
-    directory.mkdir(parents=True)
-    aside = root / "packed-aside"
-    aside.mkdir()
-    memory = memoryview(os.urandom(blocks * nbytes))
-    into = memoryview(bytearray(blocks * nbytes))
-    seconds: dict[str, list[float]] = {}
-    for number in range(rounds):
-        for per_file in (1, PACKED) if number % 2 else (PACKED, 1):
-            for path in directory.iterdir():
-                set_aside(path, aside)
-            files = [(directory / str(at), range(at, at + per_file)) for at in range(0, blocks, per_file)]
-            for operation, flags, move, memories in (
-                ("write", os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.pwrite, memory),
-                ("read hot", os.O_RDONLY, lambda *of: os.preadv(of[0], [of[1]], of[2]), into),
-            ):
-                begin = time.perf_counter()
-                for path, held in files:
-                    descriptor = os.open(path, flags, 0o600)
-                    for place, block in enumerate(held):
-                        move(descriptor, memories[block * nbytes : (block + 1) * nbytes], place * nbytes)
-                    os.close(descriptor)
-                seconds.setdefault(f"{operation}, {per_file}", []).append(time.perf_counter() - begin)
-    for operation in ("write", "read hot"):
-        one, many = (median(seconds[f"{operation}, {per_file}"]) for per_file in (1, PACKED))
-        rates = [f"{blocks * nbytes / of / 1e9:.2f}" for of in (many, one)]
-        what = f"plain files, {blocks} blocks of {nbytes // 1024} KiB"
-        table.add_row(what, f"{operation}, {PACKED} in a file, beside 1", *rates)
-        yield Figure(f"{what}: {operation}, {PACKED} in a file, seconds to 1", many / one, "", None, seconds)
+def chunks(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> Iterator[Figure]:
+    """Measure the same blocks alone and in chunks, beside plain files of either size, in turns.
+
+    With a KV cache on a device, a layer of a chunk is one slice. In host memory, each of its blocks stays a slice.
+    """
+    for slices in SLICES:
+        alone = Workload(blocks, slices, nbytes // slices, 2)  # two, so that neither side always begins
+        together = replace(alone, blocks=blocks // CHUNK, slice_nbytes=alone.slice_nbytes * CHUNK)
+        works = {
+            "alone": alone,
+            "in chunks": together,
+            "in chunks, host memory": replace(together, slices=slices * CHUNK, slice_nbytes=alone.slice_nbytes),
+        }
+        shape = _shape_of(nbytes, slices)
+        with ExitStack() as stack:
+            peers = {name: _peer(stack, root / f"{PEER} {shape} {name}", works[name]) for name in list(works)[:2]}
+            memory = stack.enter_context(TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm"))
+            configs = {}
+            for name in works:
+                (root / shape / name).mkdir(parents=True)
+                files = for_bench(StoreConfig(directories=(str(root / shape / name),)))
+                configs["files", name] = files
+                configs["memory", name] = replace(files, pipeline="Dram", dram_directory=f"{memory}/{name}")
+            found = {of: Figures(replace(works[of[1]], rounds=rounds + rounds % 2)) for of in configs}
+            for number in range((rounds + 1) // 2):
+                for of in configs if number % 2 else reversed(configs):
+                    elsewhere = peers.get(of[1], dict) if of[0] == "files" else dict
+                    once = bench(configs[of], works[of[1]], elsewhere=elsewhere, tidy=False)
+                    found[of].merge(once)
+        for (medium, name), figures_ in found.items():
+            yield from _judge(f"{medium}, {shape}, {name}", configs[medium, name], figures_, table)
+
+
+def _peer(stack: ExitStack, root: Path, work: Workload) -> Callable[[], dict[str, float]]:
+    """Start uc-manager's store and return what measures it, which is nothing where it cannot be installed."""
+    try:
+        peer = UcManager(root, work)
+    except (OSError, subprocess.CalledProcessError, EngineFailedError) as error:
+        print(f"{UC_MANAGER} is left out: {error}", file=sys.stderr)
+        return dict
+    stack.callback(peer.stop)
+    return peer.measure

@@ -83,6 +83,7 @@ class Workload:
         block_bytes: Keys and values of a block.
         prompt: Returns a prompt of so many tokens that can be loaded and a few more, another one for each name.
         answer: Tokens of each answer.
+        block: Tokens of a block.
     """
 
     name: str
@@ -90,10 +91,11 @@ class Workload:
     block_bytes: int
     prompt: Callable[[int, str], list[int]]
     answer: int = 1
+    block: int = BLOCK
 
     def kv_bytes(self, length: int) -> int:
         """The keys and values of so many tokens."""
-        return length // BLOCK * self.block_bytes
+        return length // self.block * self.block_bytes
 
 
 RANDOM = Workload("ttft", {}, BLOCK_BYTES, prompt)

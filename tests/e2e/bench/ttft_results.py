@@ -11,14 +11,14 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.figure import Figure
-from tests.e2e.bench.peers import NO_CONNECTOR, OURS, OURS_CACHE, OURS_LAYERWISE
+from tests.e2e.bench.peers import NO_CONNECTOR, OURS, OURS_CACHE, OURS_CHUNKS, OURS_LAYERWISE
 from tests.e2e.bench.ttft_model import RANDOM, Workload
 from tests.e2e.bench.ttft_stages import COLD, HIT, NEXT, PLAIN_COPY, PLAIN_READ, RESET, RESTART, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-ALL_OURS = (OURS, OURS_CACHE, OURS_LAYERWISE)
+ALL_OURS = (OURS, OURS_CHUNKS, OURS_CACHE, OURS_LAYERWISE)
 MOST_FOR_SAVING, MOST_FOR_LOADING, MOST_DELAY = 1.03, 1.25, 1.05
 #: The phases in which ours must be faster than every peer.
 COMPARED = {

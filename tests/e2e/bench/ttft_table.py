@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tests.e2e.bench.peers import GROUPS, NO_CONNECTOR
+from tests.e2e.bench.peers import NO_CONNECTOR, SIDES
 from tests.e2e.bench.ttft_stages import (
     COLD,
     DISK,
@@ -24,7 +24,7 @@ from tests.e2e.bench.ttft_stages import (
 if TYPE_CHECKING:
     from tests.e2e.bench.ttft_results import Results
 
-ROWS = [*dict.fromkeys(name for group in GROUPS for name in group), PLAIN_READ, PLAIN_COPY]
+ROWS = [*SIDES, PLAIN_READ, PLAIN_COPY]
 COLUMNS = {
     COLD: "cold, saving",
     NEXT: "next request while saving",

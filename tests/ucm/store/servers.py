@@ -168,12 +168,17 @@ class RedisServer(Server):
 
 
 class S3Server(Server):
-    """SeaweedFS: an S3 server with its data below a directory, two accounts (one only reads) and a bucket."""
+    """SeaweedFS: an S3 server with its data below a directory, two accounts (one only reads) and a bucket.
+
+    Args:
+        directory: The directory.
+        volume_mb: What each of its eight volumes takes.
+    """
 
     BUCKET, KEY, READER, SECRET = "ucm-blocks", "ucm-writer", "ucm-reader", "s3cret-of-the-tests"
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, volume_mb: int = 64) -> None:
+        self._directory, self._volume_mb = directory, volume_mb
         self._ports = [free_port() for _ in range(7)]
         directory.mkdir(parents=True, exist_ok=True)
         accounts = [
@@ -199,9 +204,14 @@ class S3Server(Server):
         return [
             *(str(weed), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._directory / 'data'}", *ports),
             *("-filer", "-s3", f"-s3.port={self.port}", f"-s3.config={self._directory / 'accounts.json'}"),
-            *("-volume.max=8", "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.iam=false"),
+            *(
+                "-volume.max=8",
+                f"-master.volumeSizeLimitMB={self._volume_mb}",
+                "-master.telemetry=false",
+                "-s3.iam=false",
+            ),
             *("-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms"),
-            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", "-s3.iam=false"),
         ]
 
     def answers(self) -> bool:

@@ -27,6 +27,10 @@ def test_every_operation_is_measured_in_every_round(config: StoreConfig, memory:
         expected += ["read cold", "read cold x3", "load cold"]
     assert sorted(figures.seconds) == sorted(expected)
     assert all(len(seconds) == SMALL.rounds for seconds in figures.seconds.values())
+    assert {operation: len(used) for operation, used in figures.processor.items()} == dict.fromkeys(
+        expected, SMALL.rounds
+    )
+    assert min(map(figures.processor_per_gb, expected)) >= 0
     assert sorted(heard) == sorted(SMALL.rounds * expected)
     compared = beside(chosen)
     assert set(compared) >= {"save", "load hot", "staged"}
@@ -52,6 +56,15 @@ def test_files_may_be_left_for_the_caller_to_delete(config: StoreConfig, memory:
     assert len(aside) == (2 * (3 * SMALL.rounds - 2) + 1) * SMALL.blocks
     assert {path.stat().st_size for path in aside} == {0}
     assert list(Path(memory).iterdir()) == []
+
+
+def test_sides_are_merged() -> None:
+    one, other = (Figures(SMALL, {"save": [seconds]}, {"save": [seconds / 2]}) for seconds in (2.0, 4.0))
+    one.merge(other)
+    one.merge(other, "chunks ")
+    assert one.seconds == {"save": [2.0, 4.0], "chunks save": [4.0]}
+    assert one.processor == {"save": [1.0, 2.0], "chunks save": [2.0]}
+    assert one.processor_per_gb("save") == pytest.approx(1.5 / SMALL.nbytes * 1e9)
 
 
 def test_ratios_are_taken_within_a_round() -> None:

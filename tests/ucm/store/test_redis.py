@@ -44,8 +44,8 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
-from ucm.store.format import namespace_digest
-from ucm.store.remote.redis_client import _MOST_IDLE, Servers, slot
+from ucm.store.format import MOST_BUFFERS, namespace_digest
+from ucm.store.remote.redis_client import _MOST_IDLE, Servers, in_parts, pack_set, slot
 from ucm.store.remote.tiers import Part, RedisOptions, RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
@@ -189,6 +189,22 @@ def test_values_are_received_in_place(redis_server: RedisServer) -> None:
             tracemalloc.stop()
         assert bytes(memory.data) == content(KEYS[0], big)
         assert peak < 1 << 20
+
+
+def test_small_slices_move_together(redis_server: RedisServer) -> None:
+    """A system call for each would take longer than its bytes."""
+    small = BlockGeometry((*[100] * 3000, *[50_000] * 30, (5 << 20) // 2, *[70] * 20), b"chunk of a block")
+    with open_store(config(redis_server.address), NAMESPACE, small) as store:
+        save(store, KEYS, small)
+        assert fetch(store, KEYS, small) == ({block: content(block, small) for block in KEYS}, {})
+    slices = Memory(KEYS[0], small, content(KEYS[0], small)).slices
+    parts = [(list(part), nbytes) for part, nbytes in in_parts(slices)]
+    assert b"".join(piece for part, _ in parts for piece in part) == content(KEYS[0], small)
+    assert [nbytes for _, nbytes in parts] == [sum(piece.nbytes for piece in part) for part, _ in parts]
+    assert max(nbytes for _, nbytes in parts) <= 1 << 20
+    assert max(len(part) for part, _ in parts) == MOST_BUFFERS
+    assert len(parts) < 10
+    assert len(pack_set(b"key", [*slices[:3000], *slices[3031:]], None)) < 8
 
 
 def test_parts_of_blocks(store: KVStore) -> None:

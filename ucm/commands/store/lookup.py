@@ -55,9 +55,9 @@ def _data(found: FoundBlocks) -> dict[str, Any]:
 def _text(found: Sequence[FoundBlocks], tokens: int, loaded: int) -> list[str]:
     lines = [f"An engine with an empty KV cache would load {loaded:,} of {many(tokens, 'token', 'tokens')}."]
     for one in found:
-        size = one.stored.group.chunk_tokens
-        lines += ["", f"{one.stored.namespace}: {many(len(one.keys), 'block', 'blocks')} of {size} tokens"]
-        rows = [("blocks", "tokens", "stored in", "first key")]
+        size, units = one.stored.group.chunk_tokens, one.stored.group.stored_as
+        lines += ["", f"{one.stored.namespace}: {many(len(one.keys), units.removesuffix('s'), units)} of {size} tokens"]
+        rows = [(units, "tokens", "stored in", "first key")]
         at = 0
         for tiers, run_of in groupby(_tiers_of(one)):
             end = at + len(list(run_of))

@@ -32,9 +32,11 @@ from ucm.store.base import (
     StoreUnavailableError,
 )
 from ucm.store.format import (
+    MOST_BUFFERS,
     UNIT,
     SliceCheck,
     aligned_buffer,
+    beyond,
     check_place,
     check_slices,
     decode,
@@ -70,7 +72,6 @@ if TYPE_CHECKING:
 
 #: The alignment that O_DIRECT needs for offsets, lengths and memory; enough for every common device.
 ALIGNMENT = 4096
-_MOST_BUFFERS = 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _local = threading.local()
 
@@ -95,14 +96,14 @@ def read_into(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: in
     Returns:
         The bytes read; fewer than ``nbytes`` only at the end of the file.
     """
-    if len(buffers) <= _MOST_BUFFERS:
+    if len(buffers) <= MOST_BUFFERS:
         done = os.preadv(descriptor, buffers, offset)
         if done in (nbytes, 0):
             return done
     else:
         done = 0
     while done < nbytes:
-        step = os.preadv(descriptor, _beyond(buffers, done), offset + done)
+        step = os.preadv(descriptor, beyond(buffers, done), offset + done)
         if step == 0:
             break
         done += step
@@ -111,9 +112,9 @@ def read_into(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: in
 
 def write_from(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
     """Write contiguous buffers to a file, starting at an offset; see ``read_into``."""
-    done = os.pwritev(descriptor, buffers, offset) if len(buffers) <= _MOST_BUFFERS else 0
+    done = os.pwritev(descriptor, buffers, offset) if len(buffers) <= MOST_BUFFERS else 0
     while done < nbytes:
-        done += os.pwritev(descriptor, _beyond(buffers, done), offset + done)
+        done += os.pwritev(descriptor, beyond(buffers, done), offset + done)
 
 
 def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> int:
@@ -137,19 +138,6 @@ def write_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], nbytes:
     gather(buffers, bounce)
     write_from(descriptor, [bounce], 0, len(bounce))
     os.ftruncate(descriptor, nbytes)
-
-
-def _beyond(buffers: Sequence[Buffer | bytearray], skip: int) -> list[Buffer]:
-    """Return what is left of the buffers after ``skip`` bytes, as many as one call accepts."""
-    rest: list[Buffer] = []
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        if skip < len(view):
-            rest.append(view[skip:])
-        skip = max(0, skip - len(view))
-        if len(rest) == _MOST_BUFFERS:
-            break
-    return rest
 
 
 def _bounce(nbytes: int) -> Buffer:

@@ -2,7 +2,8 @@
 
 redis-py makes the connections (TLS, authentication, sentinels) and reads replies through our parser, which receives a
 value directly into its destination. Commands are written in wire format. So a batch of commands costs one round trip to
-each server, an answer for a thousand keys is parsed at once, and no byte of a value is copied in either direction.
+each server, an answer for a thousand keys is parsed at once, and no byte of a value is copied in either direction,
+except to join small layer slices before they are sent.
 
 Balancers and firewalls forget idle connections without a word, and the other end of such a connection is silent for
 ever. Three things keep this from looking like a dead server: keep-alive packets, which most of them count as use; an
@@ -32,7 +33,7 @@ from redis.utils import SENTINEL as NO_TIMEOUT
 
 from ucm.clock import SYSTEM
 from ucm.store.base import BlockForeignError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
-from ucm.store.format import aligned_buffer
+from ucm.store.format import LARGE_BYTES, MOST_BUFFERS, aligned_buffer, beyond
 from ucm.store.health import Breaker
 from ucm.store.remote.tiers import Client, missing
 
@@ -103,43 +104,65 @@ class Into:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6)))
             sock.settimeout(None)
         try:
-            for view in self._memory:
-                ahead = parser.read_ahead(view.nbytes)
-                view[: len(ahead)] = ahead
-                receive(view[len(ahead) :], sock, timeout)
+            for part, size in in_parts(self._memory):
+                ahead, rest = memoryview(parser.read_ahead(size)), part
+                left = size - ahead.nbytes
+                while ahead:
+                    got = min(ahead.nbytes, rest[0].nbytes)
+                    rest[0][:got] = ahead[:got]
+                    rest, ahead = beyond(rest, got), ahead[got:]
+                receive(rest, left, sock, timeout)
         finally:
             sock.settimeout(timeout)
         buffer.read(0)  # consume the end of the line
         return nbytes
 
-    def _receive_all(self, view: Buffer, sock: Any, timeout: float) -> None:
-        """Receive parts by one system call each, which returns the whole part, or less after a timeout."""
+    def _receive_all(self, part: list[Buffer], left: int, sock: Any, timeout: float) -> None:
+        """Receive a part by one system call, which returns the whole part, or less after a timeout."""
         del timeout
-        at = 0
-        while at < view.nbytes:
+        while left:
             if self._clock.monotonic() > self._deadline:
                 raise exceptions.TimeoutError("the value did not arrive in time")
             try:
-                got = sock.recv_into(view[at : at + _PART], 0, socket.MSG_WAITALL)
+                got, *_ = sock.recvmsg_into(part, 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 raise exceptions.TimeoutError("nothing of the value arrived in time") from None
             if not got:
                 raise exceptions.ConnectionError("the server closed the connection within a value")
-            at += got
+            left -= got
+            if left:
+                part = beyond(part, got)
 
-    def _receive_checked(self, view: Buffer, sock: Any, timeout: float) -> None:
+    def _receive_checked(self, part: list[Buffer], left: int, sock: Any, timeout: float) -> None:
         """Receive whatever is available at a time, because TLS has no MSG_WAITALL."""
-        at = 0
-        while at < view.nbytes:
-            left = self._deadline - self._clock.monotonic()
-            if left <= 0:
+        while left:
+            remaining = self._deadline - self._clock.monotonic()
+            if remaining <= 0:
                 raise exceptions.TimeoutError("the value did not arrive in time")
-            if left < timeout:
-                sock.settimeout(left)
-            got = sock.recv_into(view[at:])
+            if remaining < timeout:
+                sock.settimeout(remaining)
+            got = sock.recv_into(part[0])
             if not got:
                 raise exceptions.ConnectionError("the server closed the connection within a value")
-            at += got
+            left -= got
+            part = beyond(part, got)
+
+
+def in_parts(views: Iterable[Buffer]) -> Iterator[tuple[list[Buffer], int]]:
+    """Yield consecutive buffers in parts, each of them small enough for one system call, and the bytes of each."""
+    part: list[Buffer] = []
+    nbytes = 0
+    for view in views:
+        for at in range(0, view.nbytes, _PART):
+            piece = view[at : at + _PART]
+            size = piece.nbytes
+            if nbytes + size > _PART or len(part) == MOST_BUFFERS:
+                yield part, nbytes
+                part, nbytes = [], 0
+            part.append(piece)
+            nbytes += size
+    if part:
+        yield part, nbytes
 
 
 class Lines:
@@ -220,12 +243,12 @@ def pack(*words: bytes) -> bytes:
 
 def pack_set(key: bytes, buffers: Sequence[Buffer | bytearray], ttl_seconds: int | None) -> list[Buffer | bytes]:
     """Return a SET command whose value is given in pieces."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    nbytes = sum(view.nbytes for view in views)
     pieces: list[Buffer | bytes] = []
-    nbytes = 0
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        nbytes += view.nbytes
-        pieces += [view[at : at + _PART] for at in range(0, view.nbytes, _PART)]
+    for part, _ in in_parts(views):
+        # Copying small pieces takes less time than a call for each.
+        pieces += [b"".join(part)] if all(view.nbytes < LARGE_BYTES for view in part) else part
     words = 3 if ttl_seconds is None else 5
     expiry = b"" if ttl_seconds is None else b"$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_seconds)), ttl_seconds)
     begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, nbytes)

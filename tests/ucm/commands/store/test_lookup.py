@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,6 +57,22 @@ def test_each_block_with_its_tiers(ask: Callable[..., Answer], config: Path, pro
         ["3-3", "48-63", "-", first[3]],
         ["4-4", "64-79", "Posix", first[4]],
     ]
+
+
+def test_chunks_are_called_so(
+    ask: Callable[..., Answer],
+    config: Path,
+    prompt: Path,
+    described: dict[str, Any],  # noqa: F811 - the fixture
+) -> None:
+    """Whoever reads of blocks of 32 tokens looks for the wrong setting."""
+    (stored,) = described["facts"].stored
+    chunks = replace(stored, group=replace(stored.group, chunk_blocks=2))
+    described["facts"] = replace(described["facts"], stored=(chunks,))
+    answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", prompt)
+    lines = [line.split() for line in answer.out.splitlines()]
+    assert lines[2] == [f"{NAMESPACE}/g0:", "2", "chunks", "of", "32", "tokens"]
+    assert lines[3][:2] == ["chunks", "tokens"]
 
 
 def test_for_programs(ask: Callable[..., Answer], config: Path, prompt: Path) -> None:

@@ -80,6 +80,11 @@ class CacheGroup:
         return self.block_size * self.chunk_blocks
 
     @property
+    def stored_as(self) -> str:
+        """What is stored as one, in the plural: vLLM's blocks, or chunks of them."""
+        return "blocks" if self.chunk_blocks == 1 else "chunks"
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The facts that two engines must have in common to read each other's blocks of this group."""
         specs = {} if self.spec is None else layer_specs(self.spec, self.layer_names)

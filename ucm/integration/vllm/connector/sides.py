@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from ucm.vllm_types import KVCacheConfig, SchedulerOutput, VllmConfig
 
 #: The log line for each KV-cache group: its number of layers, and a block's tokens and bytes on this rank.
-LAYERS = "{} layers in blocks of {} tokens, {} bytes each"
+LAYERS = "{} layers in {} of {} tokens, {} bytes each"
 
 
 def create_slab(
@@ -466,7 +466,8 @@ class WorkerSide:
         groups = stored_groups(self._vllm_config, self._kv_cache_config, self._settings).groups
         self._memories = [memory(group, kv_caches, num_blocks, about) for group in groups]
         said = "; ".join(
-            LAYERS.format(len(one.layouts), one.group.chunk_tokens, one.geometry.nbytes) for one in self._memories
+            LAYERS.format(len(one.layouts), one.group.stored_as, one.group.chunk_tokens, one.geometry.nbytes)
+            for one in self._memories
         )
         get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
         self._adapters = LiveAdapters.of(running_model())
