@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MODEL = BUILD / "e2e" / "model"
 #: Seconds after which an engine counts as hanging, which is a failure.
 PATIENCE = 600
+#: vLLM's own message on a processor without these instructions.
+FP8_NEEDS = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
 PLUGIN = "[vllm.general_plugins]\nucm_e2e_report = report_plugin:register\n"
 
 

@@ -6,10 +6,12 @@ import json
 import re
 import shutil
 import struct
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.e2e.engine import FP8_NEEDS
 from tests.e2e.prefix_workload import prompt, request
 
 if TYPE_CHECKING:
@@ -42,6 +44,29 @@ def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Envi
     assert len({where for where, _ in namespaces}) == 2
     assert [answer.cached for answer in answers[1]] == [0, 0]
     assert [answer.tokens for answer in answers[1]] == [answer.tokens for answer in answers[0]]
+
+
+def test_caches_of_other_dtypes_share_nothing(environments: Environments, tmp_path: Path) -> None:
+    """Both kinds of eight bits have blocks of one size."""
+    from tests.e2e.prefix_engine import EngineFailedError, PrefixEngine, connector, posix  # noqa: PLC0415 - see above
+    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
+
+    store, requests = tmp_path / "store", [request(prompt(length, "dtypes"), 8) for length in (300, 600)]
+    answers: dict[str, list[Answer]] = {}
+    for turn, dtype in product(("cold", "warm"), ("auto", "fp8_e5m2", "fp8_e4m3")):
+        settings = {"kv_cache_dtype": dtype, **connector(posix(store))}
+        try:
+            with PrefixEngine(environments.overlay, tmp_path / f"{turn} {dtype}", settings, IN_PROCESS) as engine:
+                found = engine.generate(requests)
+                wait_for_quiet(store)
+        except EngineFailedError as error:
+            if FP8_NEEDS in str(error):
+                pytest.skip(f"this processor cannot store KV so: {FP8_NEEDS}")
+            raise
+        assert [bool(answer.cached) for answer in found] == [turn == "warm"] * 2
+        before = answers.setdefault(dtype, found)
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in before]
 
 
 def other_weights(model: Path, directory: Path) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
+#: Seconds within which a count reaches ``/metrics`` on a busy machine, once its engine has run another step.
+ARRIVAL = 60.0
 INSIDE = Path("tests/e2e/inside")
 
 
@@ -100,3 +104,38 @@ def test_the_log_says_it(engine: Engine) -> None:
     assert any(re.match(r"\d+ lookups?: \d+ hits?, \d+ miss(es)?; \d+ of \d+ tokens found", line) for line in lines)
     assert any("(from posix " in line for line in lines)
     assert any("failed: load corrupt " in line for line in lines)
+
+
+@pytest.mark.newest_only
+def test_two_engines_behind_two_servers(release: str, tmp_path: Path) -> None:
+    """A step's counts go to one of the servers, and both answer for all; a save's come with its engine's next step."""
+    from tests.e2e.demo import demo_environment, prepare  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.real.chat import Server, chat, serve_command  # noqa: PLC0415
+    from tests.e2e.real.model import real_model  # noqa: PLC0415
+    from tests.ports import free_port  # noqa: PLC0415
+
+    port = free_port()
+    command = serve_command(demo_environment(release), real_model(), prepare(tmp_path / "files"), port)
+    command += " --data-parallel-size 2 --api-server-count 2"
+    asked = chat("Is there a rule?", text="The station has three rules. " * 100, tokens=4)
+    texts, looked_up, saved = set(), dict[str, float](), 0.0
+    with Server(command, port, tmp_path / "log", variables(tmp_path)) as server:
+        deadline = time.monotonic() + ARRIVAL
+        while not (saved and looked_up["0"] and looked_up["1"]):
+            assert time.monotonic() < deadline, (looked_up, saved)
+            texts.add(server.ask(asked).text)
+            found = exported(port)
+            looked_up, saved = found["lookups_total"], sum(found["save_blocks_total"].values())
+    assert len(texts) == 1
+
+
+def exported(port: int) -> dict[str, dict[str, float]]:
+    """Return each engine's sums of UCM's counters on ``/metrics``."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[str, float]] = {}
+    for name, labels, value in re.findall(r"^ucm:(\w+_total)\{([^}]*)\} (\S+)$", text, re.MULTILINE):
+        (engine,) = re.findall(r'engine="(\d+)"', labels)
+        of_engine = found.setdefault(name, {})
+        of_engine[engine] = of_engine.get(engine, 0.0) + float(value)
+    return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.engine import MODEL
+from tests.e2e.engine import FP8_NEEDS, MODEL
 from tests.e2e.engines import Engine, Record, run_engines
 from tests.e2e.model import MAX_LENGTH, write_model
 from tests.e2e.prefix_workload import prompt, request
@@ -125,10 +125,6 @@ def test_answers_are_the_reference_s(
 
 def test_within_the_window_tokens_are_those_of_a_dense_engine(records: dict[str, Record]) -> None:
     assert records["whole"].tokens["alone"][:WITHIN] == records["dense"].tokens["alone"][:WITHIN]
-
-
-#: vLLM's own message on a processor without these instructions.
-FP8_NEEDS = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -78,3 +78,23 @@ def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
     assert not planning._requests
     assert not planning._to_blend
     engine.close()
+
+
+def test_a_chunk_that_vllm_may_have_found_under_another_contents_name_is_not_saved(
+    clock: SimulatedClock, tmp_path: Path
+) -> None:
+    """For instance because a request with prompt embeddings had the same block hashes."""
+    chance = random.Random(5)  # noqa: S311 - no secrets
+    engine = BlendEngine(Setting(blocks=70, budget=24, loads="within"), tmp_path, chance, clock)
+    chunks = [[token] * 20 for token in (1, 2, 3)]
+    until = clock.monotonic() + PATIENCE
+    while not engine.happened["saved chunks"]:
+        engine.store(chunks[0])
+        assert clock.monotonic() < until
+    before = engine.happened["saved chunks"]
+    engine.doubt(chunks[1])
+    engine.store(chunks[1])
+    assert engine.happened["saved chunks"] == before
+    engine.store(chunks[2])
+    assert engine.happened["saved chunks"] > before
+    engine.close()

@@ -154,6 +154,11 @@ class BlendEngine(VllmEngine):
         self.submit(chunk, 1, {"ucm_chunks": [[0, len(chunk)]]})
         self.drain()
 
+    def doubt(self, tokens: list[int]) -> None:
+        """Note that the name of a prompt's first block stands for content that nobody knows."""
+        for naming in self.connector._scheduler._keys._reader.first_block(self._new.make(tokens, 1)):
+            assert not naming.holds()
+
     def left(self) -> int:
         """Return the number of chunks that are being stored."""
         return sum(worker._filling._worker._left() for worker in self.workers)
@@ -186,6 +191,7 @@ class BlendEngine(VllmEngine):
         self.happened["two in a step"] += len(blends) > 1
         self.happened["ahead"] += bool(blends) and bool(self._planned or self._executed)
         self.happened["chunks"] += len({chunk for blend in blends for chunk in blend.chunks})
+        self.happened["saved chunks"] += len(output.kv_connector_metadata.blend.saves)
         return super()._work(output)
 
 
