@@ -45,7 +45,7 @@ def redis_program() -> tuple[str, bool]:
     Where Redis is not installed, Valkey of the test dependencies takes its place; not in CI, which judges Redis itself.
 
     Raises:
-        NotInstalledError: There is neither.
+        NotJudgedError: There is neither.
     """
     if REDIS.missing() and not in_ci():
         with contextlib.suppress(PackageNotFoundError):
