@@ -54,7 +54,7 @@ def started_browser() -> Iterator[Browser]:
     """Start Chromium.
 
     Raises:
-        NotInstalledError: There is none.
+        NotJudgedError: There is none.
     """
     chromium = CHROMIUM.require()
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - only where there is a browser

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.system import NotInstalledError, in_ci
+from tests.system import NotJudgedError, in_ci
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--not-judged", metavar="FILE", help="write what could not be judged on this system to a file")
 
 
-def _skip(item: pytest.Item, lacking: NotInstalledError) -> None:
+def _skip(item: pytest.Item, lacking: NotJudgedError) -> None:
     """Skip the test, or fail it in CI, where the skipped tests of a whole server would go unnoticed."""
     if in_ci():
         pytest.fail(f"{lacking} (CI=true: nothing is skipped)", pytrace=False)
@@ -37,7 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Skip a test of which a fixture needs what is not installed."""
     try:
         return (yield)
-    except NotInstalledError as lacking:
+    except NotJudgedError as lacking:
         return _skip(item, lacking)
 
 
@@ -46,7 +46,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Skip a test that itself needs what is not installed."""
     try:
         return (yield)
-    except NotInstalledError as lacking:
+    except NotJudgedError as lacking:
         return _skip(item, lacking)
 
 

@@ -29,12 +29,12 @@ APT_OPTIONS = (
 )
 
 
-class NotInstalledError(Exception):
-    """A test needs something of the system that is not there.
+class NotJudgedError(Exception):
+    """A test needs something that this system does not give.
 
     Args:
         name: What is not judged without it.
-        why: What is missing, and the command that installs it.
+        why: What is missing, and how to get it.
     """
 
     def __init__(self, name: str, why: str) -> None:
@@ -78,11 +78,24 @@ class Need:
         """Return the path of its first program, or an empty string if it has none.
 
         Raises:
-            NotInstalledError: Something is missing.
+            NotJudgedError: Something is missing.
         """
         if missing := self.missing():
-            raise NotInstalledError(self.name, f"{', '.join(missing)} not found; `{self.command}` installs it")
+            raise NotJudgedError(self.name, f"{', '.join(missing)} not found; `{self.command}` installs it")
         return (shutil.which(self.programs[0]) or "") if self.programs else ""
+
+
+def require_root(why: str) -> None:
+    """Go on only as root.
+
+    Args:
+        why: What a test does that others may not.
+
+    Raises:
+        NotJudgedError: This is another user.
+    """
+    if os.geteuid() != 0:
+        raise NotJudgedError("what only root can do", why)
 
 
 def _loads(library: str) -> bool:

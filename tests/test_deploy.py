@@ -113,15 +113,16 @@ def test_the_connector_is_ours_and_reads_the_settings_that_are_mounted() -> None
     assert volume(mounted_at(str(file)))["configMap"]["name"] == generator["name"]
 
 
-def test_the_settings_are_valid_and_fit_the_volumes() -> None:
-    config, _ = check_connector_config({"UCM_CONFIG_FILE": str(SETTINGS)}, make=False)
-    store = config.store
+def test_the_settings_are_valid_and_fit_the_volumes(tmp_path: Path) -> None:
+    written = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))["store"]
+    # The pod's directories are not this machine's.
+    here = {name: str(tmp_path / name) for name in ("directories", "dram_directory")}
+    store = check_connector_config({"store": {**written, **here}}, make=False)[0].store
     claim = OBJECTS["PersistentVolumeClaim"]
-    for directory in store.directories:
-        assert volume(mounted_at(str(directory)))["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert volume(mounted_at(written["directories"]))["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert store.posix_capacity is not None
     assert store.posix_capacity < 0.95 * size(claim["spec"]["resources"]["requests"]["storage"])
-    memory = volume(mounted_at(str(store.dram_directory)))["emptyDir"]
+    memory = volume(mounted_at(written["dram_directory"]))["emptyDir"]
     assert memory["medium"] == "Memory"
     assert store.dram_capacity is not None
     assert store.dram_capacity < size(memory["sizeLimit"]) < size(CONTAINER["resources"]["limits"]["memory"]) / 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import system
-from tests.system import APT_OPTIONS, SWITCH, Need, NotInstalledError
+from tests.system import APT_OPTIONS, SWITCH, Need, NotJudgedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def test_packages_that_do_not_bring_what_is_needed_are_said(machine: Machine, sa
 def test_a_need_names_what_is_missing(machine: Machine) -> None:
     machine.program("dance")
     assert DANCE.require() == str(machine.directory / "dance")
-    with pytest.raises(NotInstalledError, match="singing: sing not found; `apt-get update && apt-get install -y sing"):
+    with pytest.raises(NotJudgedError, match="singing: sing not found; `apt-get update && apt-get install -y sing"):
         SING.require()
 
 
@@ -170,8 +170,9 @@ def test_it_needs_nothing_but_the_standard_library() -> None:
 # Tests of what is missing.
 
 SUITE = """
+import os
 import pytest
-from tests.system import Need
+from tests.system import Need, require_root
 
 @pytest.fixture(scope="session")
 def server():
@@ -180,6 +181,9 @@ def server():
 def test_one(server): pass
 def test_two(server): pass
 def test_itself(): Need("singing", ("sing-bin",), libraries=("libucm-sing.so",)).require()
+def test_of_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    require_root("only root can fly")
 def test_other(record_property): record_property("not judged", "half of it")
 """
 #: A module that is skipped as a whole.
@@ -208,16 +212,17 @@ def test_tests_of_what_is_missing_are_skipped_with_the_reason_and_told_in_one_li
     tmp_path: Path, judge: Callable[..., subprocess.CompletedProcess[str]], options: tuple[str, ...]
 ) -> None:
     done = judge("", *options)
-    line = "dancing (2 tests), half of it (1 tests), singing (1 tests)"
+    line = "dancing (2 tests), half of it (1 tests), singing (1 tests), what only root can do (1 tests)"
     assert done.returncode == 0, done.stdout
     assert f"not judged here: {line}\n" in done.stdout
     assert "dancing: ucm-dance not found; `apt-get update && apt-get install -y dance-bin` installs it" in done.stdout
-    assert "1 passed, 4 skipped" in done.stdout
+    assert "what only root can do: only root can fly" in done.stdout
+    assert "1 passed, 5 skipped" in done.stdout
     assert (tmp_path / "told").read_text(encoding="utf-8") == line
 
 
 def test_in_ci_tests_of_what_is_missing_fail(judge: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = judge("true")
     assert done.returncode == 1
-    assert "1 failed, 1 passed, 1 skipped, 2 errors" in done.stdout
+    assert "2 failed, 1 passed, 1 skipped, 2 errors" in done.stdout
     assert "singing: libucm-sing.so not found" in done.stdout

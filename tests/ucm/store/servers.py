@@ -45,7 +45,7 @@ def redis_program() -> tuple[str, bool]:
     Where Redis is not installed, Valkey of the test dependencies takes its place; not in CI, which judges Redis itself.
 
     Raises:
-        NotInstalledError: There is neither.
+        NotJudgedError: There is neither.
     """
     if REDIS.missing() and not in_ci():
         with contextlib.suppress(PackageNotFoundError):
@@ -280,6 +280,7 @@ class MooncakeServer(Server):
         self._memory, self._lease = memory, lease
         self.metrics_port = free_port()
         self._node: subprocess.Popen[str] | None = None
+        self._client: Any = None
         super().__init__()
 
     @property
@@ -303,12 +304,20 @@ class MooncakeServer(Server):
         self.lend()
 
     def kill(self) -> None:
-        super().kill()
+        self.kill_master()
         self.kill_node()
+
+    def kill_master(self) -> None:
+        """End the master, and the tests' client with it: its first call to another master would fail."""
+        self.thaw()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        super().kill()
 
     def restart(self) -> None:
         """Replace the master by a new one, which knows no value; the node goes on and has to register again."""
-        super().kill()
+        self.kill_master()
         super().start()
 
     def lend(self) -> None:
@@ -356,12 +365,14 @@ class MooncakeServer(Server):
         return self._answer()
 
     def client(self) -> Any:
-        """Mooncake's own client."""
+        """Mooncake's own client, the same one as long as the master runs."""
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - starts a Go runtime in the process
 
-        client = MooncakeDistributedStore()
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.address) == 0
-        return client
+        if self._client is None:
+            client = MooncakeDistributedStore()
+            assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.address) == 0
+            self._client = client
+        return self._client
 
 
 class Proxy:

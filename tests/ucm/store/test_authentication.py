@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.system import require_root
 from tests.ucm.store.keys import key_file, secret
 from ucm.config import load_connector_config
 from ucm.errors import ConfigError
@@ -415,8 +416,8 @@ def test_what_is_no_key_file_is_refused(tmp_path: Path, config: StoreConfig, kin
     assert "authentication_key_file" in str(caught.value.where)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_key_of_another_user_is_refused(tmp_path: Path, config: StoreConfig) -> None:
+    require_root("only root can give files away")
     path = key_file(tmp_path / "key")
     os.chown(path, 12345, os.getgid())
     with pytest.raises(ConfigError, match="belongs to user 12345"):

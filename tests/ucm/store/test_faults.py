@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.system import NotJudgedError, require_root
 from tests.ucm.store.workers import live_with_limits, live_without_privileges, save_for_ever
 from ucm.store.base import StoreFullError
 from ucm.store.config import StoreConfig
@@ -35,8 +36,7 @@ NOBODY = 65534
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that holds 20 blocks."""
-    if os.geteuid() != 0:
-        pytest.skip("a small tmpfs can only be mounted by root")
+    require_root("only root can mount a small tmpfs")
     path = tmp_path / "small"
     path.mkdir()
     mounted = subprocess.run(
@@ -46,7 +46,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         text=True,
     )
     if mounted.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+        raise NotJudgedError("full disks", f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     yield path
     subprocess.run(["umount", "--lazy", path], check=True)  # noqa: S607 - as mount
 
@@ -120,8 +120,7 @@ def test_a_file_that_may_not_grow(config: StoreConfig) -> None:
 
 
 def test_permissions_that_are_missing() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become the other user that this test needs")
+    require_root("only root can become the other user that this test needs")
     parent = Path(tempfile.mkdtemp())
     root = str(parent / "root")
     try:

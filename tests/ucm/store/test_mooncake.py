@@ -76,12 +76,10 @@ def hurried(mooncake: MooncakeServer) -> Iterator[KVStore]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def client(mooncake_of_session: MooncakeServer) -> Iterator[Any]:
+@pytest.fixture
+def client(mooncake: MooncakeServer) -> Any:
     """Mooncake's own client."""
-    found = mooncake_of_session.client()
-    yield found
-    found.close()
+    return mooncake.client()
 
 
 # Stored values.
@@ -289,7 +287,7 @@ print(causes(store), flush=True)
 
 
 def test_a_master_that_is_killed_and_comes_back(hurried: KVStore, mooncake: MooncakeServer) -> None:
-    Server.kill(mooncake)
+    mooncake.kill_master()
     assert causes(hurried) <= {"unavailable", "timeout"}
     assert hurried.lookup(KEYS) == [False] * len(KEYS)
     Server.start(mooncake)

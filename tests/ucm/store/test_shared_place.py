@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.system import require_root
 from ucm import cli
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
@@ -215,8 +216,7 @@ def make_full_directory(path: Path) -> None:
 
 
 def make_device(path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a device")
+    require_root("only root can make a device")
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
 
 
@@ -317,16 +317,16 @@ def test_a_directory_that_others_may_write_to_is_refused(
         assert "may write to it" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("where", ["root", "base"])
 def test_another_user_s_directory_is_refused(config: StoreConfig, layout: Layout, where: str) -> None:
+    require_root("only root can give a directory away")
     os.chown(getattr(layout, where), OTHERS, -1)
     with pytest.raises(ConfigError, match="belongs to user 54321"):
         open_store(config, NAMESPACE, ODD)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_group_that_is_trusted_shares_a_directory(config: StoreConfig, tmp_path: Path) -> None:
+    require_root("only root can give a directory away")
     root = tmp_path / "shared"
     root.mkdir()
     os.chown(root, OTHERS, OTHERS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.system import require_root
 from tests.ucm.commands.store.conftest import BIG, SMALL
 from ucm.commands.store import verify
 from ucm.commands.store.command import count, duration, key_prefix, size
@@ -78,8 +79,7 @@ def test_nothing_is_made_in_a_store(command: str, kept: Kept, ask: Callable[...,
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_directory_of_another_user(command: str, kept: Kept) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
+    require_root("only root can become another user")
     for parent in kept.root.parents[:3]:
         parent.chmod(0o711)
     words = ["store", command, "--directory", str(kept.root)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.campaign.damage import DAMAGES, damage_store
+from tests.system import require_root
 from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
 from tests.ucm.store.keys import key_file
 from ucm.commands.store import verify as module
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ucm.store.base import StoreError
     from ucm.store.inspection import StoredBlock
 
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+ONLY_ROOT = "only root can give files away"
 
 
 def test_a_sound_store(kept: Kept, ask: Callable[..., Answer]) -> None:
@@ -262,7 +263,7 @@ def signed(tmp_path: Path) -> StoreConfig:
     return config
 
 
-@pytest.mark.parametrize("why", ["gone", pytest.param("another user's", marks=NEEDS_ROOT)])
+@pytest.mark.parametrize("why", ["gone", "another user's"])
 def test_without_a_usable_key_tools_count_and_find_accidental_damage(
     signed: StoreConfig, tmp_path: Path, ask: Callable[..., Answer], why: str
 ) -> None:
@@ -271,6 +272,7 @@ def test_without_a_usable_key_tools_count_and_find_accidental_damage(
     if why == "gone":
         path.unlink()
     else:
+        require_root(ONLY_ROOT)
         os.chown(path, 12345, 12345)
     assert ask("stat", "--json", "--config", file).data["directories"][0]["blocks"] == 4
     assert ask("ls", "--config", file).code == 0
@@ -286,10 +288,10 @@ def test_without_a_usable_key_tools_count_and_find_accidental_damage(
     assert (data["damaged"], data["authentic"], str(path) in data["keyless"]) == ({"corrupt": 1}, None, True)
 
 
-@NEEDS_ROOT
 def test_root_may_use_the_key_of_the_stores_owner(
     signed: StoreConfig, tmp_path: Path, ask: Callable[..., Answer]
 ) -> None:
+    require_root(ONLY_ROOT)
     file, root = tmp_path / "ucm_config.yaml", Path(signed.directories[0])
     read_authenticator.cache_clear()
     os.chown(tmp_path / "key", 12345, 12345)
