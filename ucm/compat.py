@@ -371,6 +371,12 @@ def prepared_blocks(scheduler_output: Any) -> set[int]:
     return {*zeroed, *(copy.dst_block_id for copy in copies)}
 
 
+def state_modes(kv_cache_config: KVCacheConfig) -> set[str]:
+    """Return in which ways the states of recurrent layers are kept (vLLM's ``mamba_cache_mode``); none without such."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec).values()]
+    return {spec.mamba_cache_mode for spec in specs if hasattr(spec, "mamba_cache_mode")}
+
+
 def hands_over_states() -> bool:
     """Return whether vLLM tells connectors which blocks hold states, and lets a whole load fail; from 0.30.0 on."""
     try:

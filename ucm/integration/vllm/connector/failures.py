@@ -13,9 +13,9 @@ from ucm.compat import (
     device_type,
     divided_context,
     hands_over_states,
-    layer_specs,
     optional,
     saves_after_drafts,
+    state_modes,
 )
 from ucm.errors import ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import sparse_method_config
@@ -135,8 +135,7 @@ def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     Raises:
         UnsupportedModelError: Names the setting.
     """
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec).values()]
-    modes = {spec.mamba_cache_mode for spec in specs if hasattr(spec, "mamba_cache_mode")}
+    modes = state_modes(kv_cache_config)
     if not modes:
         return
     if not hands_over_states():
