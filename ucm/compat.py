@@ -383,11 +383,10 @@ def hands_over_states() -> bool:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - ucm imports without vLLM
             KVConnectorBase_V1,
         )
-        from vllm.v1.core.sched.output import KVConnectorBlockState  # noqa: PLC0415
+        from vllm.v1.core.sched.output import KVConnectorBlockState  # noqa: F401, PLC0415
     except ImportError:
         return False
-    fields = getattr(KVConnectorBlockState, "__dataclass_fields__", ())
-    return "boundary_state_offloads" in fields and connector_abilities(KVConnectorBase_V1).fails_whole
+    return connector_abilities(KVConnectorBase_V1).fails_whole
 
 
 def zeroes_blocks(kv_cache_config: KVCacheConfig | None) -> bool:
