@@ -301,6 +301,21 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
     return limit
 
 
+def lacking(groups: CacheGroups, present: Sequence[Sequence[bool]], end: int) -> tuple[int, int] | None:
+    """Return which chunk a hit lacks for the next tokens, after its group's place; None if none that was asked for.
+
+    Args:
+        groups: The groups.
+        present: See `longest_hit`.
+        end: Where the hit ends, in tokens.
+    """
+    for place, (group, row) in enumerate(zip(groups.groups, present, strict=True)):
+        for chunk in group.needed(end if group.needs_all else 0, end + groups.alignment):
+            if chunk < len(row) and not row[chunk]:
+                return place, chunk
+    return None
+
+
 def _reaches(group: CacheGroup, present: Sequence[bool], num_tokens: int) -> bool:
     return all(chunk < len(present) and present[chunk] for chunk in group.needed(0, num_tokens))
 

@@ -309,11 +309,13 @@ class PrefixCacheScheduler:
 
     def _first_missing(self, lookup: Lookup) -> str:
         """Return the key with which a hit ends, for the log."""
-        for group, keys in zip(self._groups.groups, lookup.query.keys, strict=False):
-            missing = keys[lookup.end // group.chunk_tokens - lookup.query.computed // group.chunk_tokens :]
-            if missing:
-                return f"then block {missing[0].hex()[:16]} of KV-cache group {group.index} is missing"
-        return "no block is missing" if lookup.query.keys else "nothing was looked up"
+        query = lookup.query
+        if lookup.lacking is None:
+            return "no block is missing" if query.keys else "nothing was looked up"
+        place, chunk = lookup.lacking
+        group = self._groups.groups[place]
+        key = query.keys[place][chunk - query.computed // group.chunk_tokens]
+        return f"then block {key.hex()[:16]} of KV-cache group {group.index} is missing"
 
     def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request got at its admission.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.failures import FailureLog
-from ucm.integration.vllm.connector.kv_cache import longest_hit
+from ucm.integration.vllm.connector.kv_cache import lacking, longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
 from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
@@ -75,6 +75,7 @@ class Lookup:
     begun: bool = False
     progressed: bool = False  #: a medium has answered
     late: bool = False  #: given up or released before it ended
+    lacking: tuple[int, int] | None = None  #: the place of a group and its chunk with which the hit ended
     checked: bool = False  #: the workers were told to check their weights while it runs
 
 
@@ -406,6 +407,7 @@ class Stager:
         ]
         while True:
             end = self._reach(query, present)
+            lookup.lacking = lacking(self._groups, present, end)
             if slab is None or end == query.computed:
                 return end
             claimed = self._claim(lookup, end, present)

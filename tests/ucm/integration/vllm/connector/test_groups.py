@@ -17,6 +17,7 @@ from ucm.integration.vllm.connector.kv_cache import (
     CacheGroups,
     cache_groups,
     in_chunks,
+    lacking,
     longest_hit,
 )
 
@@ -251,6 +252,14 @@ def test_a_hit_ends_where_there_is_a_state() -> None:
     assert longest_hit([full, states], [[True] * 4 + [False] * 4, there], 32, 4) == 8
     assert longest_hit([full, states], [[True] * 8, [False] * 8], 32, 4) == 0
     assert longest_hit([states, full], [there, [False] * 8], 32, 4) == 0
+
+
+def test_what_a_hit_lacks() -> None:
+    full, states = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)
+    groups, everything = CacheGroups((full, states)), [True] * 4
+    assert lacking(groups, [everything, [False, True, False, False]], 8) == (1, 2)
+    assert lacking(groups, [[True, True, False, True], [False, True, False, True]], 8) == (0, 2)
+    assert lacking(groups, [everything, [False, False, False, True]], 16) is None
 
 
 def test_a_request_holds_few_states() -> None:

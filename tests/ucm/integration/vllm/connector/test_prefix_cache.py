@@ -9,6 +9,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
+from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 
 if TYPE_CHECKING:
     from ucm.testing.clock import SimulatedClock
@@ -43,6 +44,17 @@ def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(
     scene.side.exclude(new)
     monkeypatch.setattr(scene.keys, "is_ready", create_autospec(scene.keys.is_ready, side_effect=AssertionError))
     assert scene.side.matched_tokens(new, 0) == 0
+
+
+def test_the_log_says_which_group_ends_a_hit(clock: SimulatedClock) -> None:
+    scene, new = Scene(clock, None, STATE), request(TOKENS)
+    chain = scene.keep(TOKENS)
+    scene.keep(TOKENS[:8], 1)
+    assert scene.matched(new) == 8
+    lookup = scene.side._requests["r"].lookup
+    assert lookup is not None
+    expected = f"then block {chain[2].hex()[:16]} of KV-cache group 1 is missing"
+    assert scene.side._first_missing(lookup) == expected
 
 
 def test_vllm_that_asks_once_only_gets_its_answer(clock: SimulatedClock) -> None:
