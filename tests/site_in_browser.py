@@ -86,6 +86,9 @@ def test_the_search_finds_a_page(browser: Browser, address: str) -> None:
     with browser.new_context(viewport={"width": WIDE[0], "height": WIDE[1]}) as context:
         page = context.new_page()
         page.goto(address + "index.html")
-        page.locator(".md-search__input").first.fill("troubleshoot")
+        # What is typed before the search has loaded its index is not searched for.
+        page.locator(".md-search-result__meta", has_text="Type to start searching").first.wait_for(state="attached")
+        # It listens to keys: a text that is set at once is searched for only if that happens in time.
+        page.locator(".md-search__input").first.press_sequentially("troubleshoot")
         page.locator(".md-search-result__link").first.click()
         page.wait_for_url("**/troubleshooting.html**")
