@@ -166,6 +166,11 @@ class CacheGroups:
         return any(group.is_recurrent for group in self.groups)
 
     @property
+    def leading(self) -> int:
+        """The index of the group whose blocks tell how long a prefix is: the first that needs all, if there is one."""
+        return next((group.index for group in self.groups if group.needs_all), 0)
+
+    @property
     def alignment(self) -> int:
         """The number of tokens at whose multiples every group has a chunk boundary."""
         return lcm(*(group.chunk_tokens for group in self.groups))

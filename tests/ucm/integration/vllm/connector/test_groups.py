@@ -253,6 +253,15 @@ def test_a_hit_ends_where_there_is_a_state() -> None:
     assert longest_hit([states, full], [there, [False] * 8], 32, 4) == 0
 
 
+@pytest.mark.parametrize(("kinds", "leading"), [("sf", 1), ("fs", 0), ("wsf", 2), ("sw", 0), ("s", 0)])
+def test_the_length_of_a_prefix_shows_where_all_blocks_are_needed(kinds: str, leading: int) -> None:
+    groups = [
+        CacheGroup(index, 4, 9 if kind == "w" else None, {}, (), is_recurrent=kind == "s")
+        for index, kind in enumerate(kinds)
+    ]
+    assert CacheGroups(tuple(groups)).leading == leading
+
+
 def test_a_request_holds_few_states() -> None:
     full, states = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)
     assert (full.most_blocks(1001), states.most_blocks(1001)) == (252, 3)
