@@ -238,9 +238,10 @@ def test_a_request_continues_with_the_state_of_its_last_block_alone(
     assert group.first_needed(end) == max(len(blocks) - 1, 0)
 
 
-def test_a_state_is_stored_alone_where_blocks_are_stored_in_chunks() -> None:
-    groups = (CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True))
-    assert [group.chunk_blocks for group in in_chunks(CacheGroups(groups), 16).groups] == [4, 1]
+def test_blocks_beside_states_are_stored_alone() -> None:
+    """A hit ends where there is a state: most prompts have one at their last full block, and none before."""
+    groups = CacheGroups((CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)))
+    assert in_chunks(groups, 16) == groups
 
 
 def test_a_hit_ends_where_there_is_a_state() -> None:
