@@ -213,7 +213,7 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
     """Return groups whose blocks are stored in chunks of as many tokens, rounded up so that all groups' blocks fit.
 
     A chunk is saved as a whole, so a sliding window must reach all of its blocks when the last one is filled. Blocks of
-    shorter windows are stored alone. With recurrent layers all are: a hit ends with a chunk, and few chunks with a state.
+    shorter windows are stored alone. Beside states all are: a hit ends with a chunk, and few chunks end with a state.
 
     Args:
         groups: The groups.

@@ -761,11 +761,11 @@ class PrefixCacheScheduler:
     def _take_states(self, scheduler_output: SchedulerOutput, fresh: AbstractSet[int]) -> None:
         """Note the states that a step leaves, except those that vLLM found or we loaded; forget those it may overwrite.
 
-        A block keeps its state until vLLM writes it, even if the request no longer holds it. A state within a block is
-        left out: it has no key.
+        A block keeps its state until vLLM writes it, even if the request no longer holds it; or another connector does,
+        into any free block. A state within a block is left out: it has no key.
         """
         for state in self._requests.values():
-            for block_id in fresh & state.states.keys():
+            for block_id in (set(state.states) if self._options.others else fresh & state.states.keys()):
                 del state.states[block_id]
         for request_id, offered in boundary_states(scheduler_output).items():
             found = self._requests.get(request_id)

@@ -269,6 +269,16 @@ def test_a_state_whose_block_was_written_before_it_could_be_saved_is_lost(clock:
     assert [moves.block_ids for moves in saves if moves.group] == [[78]]
 
 
+def test_a_state_that_another_connector_may_have_overwritten_is_lost(clock: SimulatedClock) -> None:
+    """Nobody says which blocks it loads into."""
+    scene = Scene(clock, None, STATE, others=True)
+    new = request(TOKENS, adapter="same")
+    scene.admit(new)
+    scene.run(new, 8, scene.rows, [(1, 77, 8)])
+    saves = scene.run(new, 8, None, [(1, 78, 16)]).saves
+    assert [moves.block_ids for moves in saves if moves.group] == [[78]]
+
+
 def test_states_are_saved_when_the_namespace_becomes_known(clock: SimulatedClock) -> None:
     scene = Scene(clock, None, STATE, begins=False)
     new = request(TOKENS)
