@@ -765,7 +765,7 @@ class PrefixCacheScheduler:
         into any free block. A state within a block is left out: it has no key.
         """
         for state in self._requests.values():
-            for block_id in (set(state.states) if self._options.others else fresh & state.states.keys()):
+            for block_id in set(state.states) if self._options.others else fresh & state.states.keys():
                 del state.states[block_id]
         for request_id, offered in boundary_states(scheduler_output).items():
             found = self._requests.get(request_id)
