@@ -30,7 +30,7 @@ import numpy as np
 from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
-from ucm.integration.vllm.connector.kv_cache import longest_hit
+from ucm.integration.vllm.connector.kv_cache import CacheGroups, longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.factory import open_store, remove_blocks
@@ -56,8 +56,8 @@ class Found:
     Args:
         tokens: The number of tokens in the prompt.
         found_tokens: How many of the first tokens an engine would load.
-        missing_key: The key of the first missing block of the first KV-cache group, in hexadecimal digits; empty if
-            all full blocks are there.
+        missing_key: The key of the first missing block, in hexadecimal digits, of the first KV-cache group that needs
+            all blocks, if there is one; empty if all full blocks are there.
         seconds: The time to hash the blocks and look them up.
     """
 
@@ -290,7 +290,8 @@ class DebugConnector:
             tokens = hit_length(self.settings, groups, present, len(token_ids))
             seconds = time.perf_counter() - began
         self.timings.add("lookup", seconds)
-        missing = [key.hex() for key, there in zip(keys[0], present[0], strict=True) if not there]
+        leading = CacheGroups(tuple(groups)).leading
+        missing = [key.hex() for key, there in zip(keys[leading], present[leading], strict=True) if not there]
         return Found(len(token_ids), tokens, next(iter(missing), ""), seconds)
 
     def roundtrip(self, blocks: int = 8, loads: int = 1) -> list[RoundTrip]:

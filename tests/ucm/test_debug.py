@@ -120,6 +120,17 @@ def test_every_group_of_layers_must_have_its_blocks(described: dict[str, Any], r
         assert [trip.problems for trip in opened.roundtrip(2)] == [(), ()]
 
 
+def test_the_first_missing_block_is_one_that_is_needed(described: dict[str, Any], root: Path) -> None:
+    """Of a window or of recurrent layers, which may come first, most blocks are never missed."""
+    described["facts"] = facts(SIZE + 1, None)
+    with open_connector({"store": {"directories": str(root)}}, "/m") as opened:
+        windowed, full = opened.stores
+        save(windowed, keys(3)[2:], GEOMETRY)
+        save(full, keys(3), GEOMETRY)
+        found = opened.lookup(TOKENS)
+    assert (found.found_tokens, found.missing_key) == (3 * SIZE, keys(4)[3].hex())
+
+
 def test_a_round_trip_leaves_nothing_behind(connector: DebugConnector, root: Path) -> None:
     there = sorted(root.rglob("*"))
     (trip,) = connector.roundtrip(blocks=3, loads=4)

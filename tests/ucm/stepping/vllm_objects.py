@@ -56,8 +56,14 @@ def engine_config(
 ANOTHER = "UCM_TEST_SCHEDULER"
 
 
-def make_scheduler(config: Any, kv_cache_config: Any) -> Any:
-    """Return the scheduler that vLLM chooses for a configuration, or the one that `ANOTHER` names."""
+def make_scheduler(config: Any, kv_cache_config: Any, hash_tokens: int = 0) -> Any:
+    """Return the scheduler that vLLM chooses for a configuration, or the one that `ANOTHER` names.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        hash_tokens: The tokens that vLLM hashes as one; 0: those of a block.
+    """
     size = config.cache_config.block_size
     kind = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
     if named := os.environ.get(ANOTHER):
@@ -67,7 +73,7 @@ def make_scheduler(config: Any, kv_cache_config: Any) -> Any:
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),
         block_size=size,
-        hash_block_size=size,
+        hash_block_size=hash_tokens or size,
         log_stats=False,
     )
 

@@ -101,8 +101,8 @@ class ConnectorCounters:
             nbytes: Bytes loaded.
             seconds: From the call to the last byte.
             tiers: The tier that had each block.
-            tokens_per_block: The tokens per block; 0 on all ranks and for all groups except the first, because they
-                have other parts of the same tokens' KV.
+            tokens_per_block: The tokens per block; 0 on all ranks except the first and for all groups except one,
+                because they have other parts of the same tokens' KV.
         """
         if not nbytes:
             return

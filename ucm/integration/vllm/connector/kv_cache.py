@@ -171,6 +171,11 @@ class CacheGroups:
         return any(group.is_recurrent for group in self.groups)
 
     @property
+    def leading(self) -> int:
+        """The index of the group whose blocks tell how long a prefix is: the first that needs all, if there is one."""
+        return next((group.index for group in self.groups if group.needs_all), 0)
+
+    @property
     def alignment(self) -> int:
         """The number of tokens at whose multiples every group has a chunk boundary."""
         return lcm(*(group.chunk_tokens for group in self.groups))
@@ -213,18 +218,20 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
     """Return groups whose blocks are stored in chunks of as many tokens, rounded up so that all groups' blocks fit.
 
     A chunk is saved as a whole, so a sliding window must reach all of its blocks when the last one is filled. Blocks of
-    shorter windows, and states, are stored alone.
+    shorter windows are stored alone. Beside states all are: a hit ends with a chunk, and few chunks end with a state.
 
     Args:
         groups: The groups.
         tokens: The tokens of a chunk; 0: each block alone.
     """
+    if groups.has_states:
+        return groups
     size = -(-tokens // groups.alignment) * groups.alignment
     return replace(
         groups,
         groups=tuple(
             replace(group, chunk_blocks=size // group.block_size)
-            if size and (group.needs_all or (group.window is not None and group.window >= size))
+            if size and (group.window is None or group.window >= size)
             else group
             for group in groups.groups
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -173,6 +173,7 @@ class RequestState:
         ran: The last step that computed tokens of it.
         excluded: Whether nothing is loaded or saved for it.
         used: When the stores were last told that it uses its blocks, in spans of ``touch_seconds``.
+        states: The states to save, by block: the group, and the tokens up to the state.
     """
 
     request: Request
@@ -189,6 +190,7 @@ class RequestState:
     ran: int = 0
     excluded: bool = False
     used: float = -1.0
+    states: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
@@ -364,7 +366,8 @@ class PrefixCacheScheduler:
         self._to_load = {}
         fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids if block_id != NO_BLOCK)
         self._note_sessions(scheduler_output)
-        states, saving = boundary_states(scheduler_output), set[tuple[int, bytes]]()
+        self._take_states(scheduler_output, fresh)
+        saving = set[tuple[int, bytes]]()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -372,8 +375,7 @@ class PrefixCacheScheduler:
             state.ran = self.step
             if self._may_save(state):
                 computed = state.request.num_computed_tokens + num_scheduled
-                saves = self._saves(state, computed, saving)
-                saves += self._state_saves(state, computed, saving, states.get(request_id, ()))
+                saves = self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
                 plan.saves += saves
                 if saves and self._span() != state.used:  # the chain must not become older than its new end
                     self._use(state, state.request.num_computed_tokens)
@@ -462,7 +464,8 @@ class PrefixCacheScheduler:
             self._let_go(state)
             self._to_load.pop(request.request_id, None)
             if self._may_save(state, ended=True):
-                self._late += self._saves(state, request.num_computed_tokens, set())
+                computed, saving = request.num_computed_tokens, set[tuple[int, bytes]]()
+                self._late += self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
             logger.debug(
                 "[UCM.Save] request %s: ended after %d tokens, %d of them loaded; %d blocks to save",
                 request.request_id,
@@ -757,29 +760,31 @@ class PrefixCacheScheduler:
                     state.to_save += len(found.keys)
         return moves
 
-    def _state_saves(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        saving: set[tuple[int, bytes]],
-        offered: Sequence[tuple[int, int, int]],
-    ) -> list[BlockMoves]:
-        """Return saves of the states that vLLM keeps at the ends of blocks, except those that it found or we loaded.
+    def _take_states(self, scheduler_output: SchedulerOutput, fresh: AbstractSet[int]) -> None:
+        """Note the states that a step leaves, except those that vLLM found or we loaded; forget those it may overwrite.
 
-        Args:
-            state: The request.
-            num_tokens: Its computed tokens after the step.
-            saving: The blocks that the step saves, by group and key.
-            offered: See `boundary_states`. A state within a block is left out: it has no key.
+        A block keeps its state until vLLM writes it, even if the request no longer holds it; or another connector does,
+        into any free block. A state within a block is left out: it has no key.
         """
+        for state in self._requests.values():
+            for block_id in set(state.states) if self._options.others else fresh & state.states.keys():
+                del state.states[block_id]
+        for request_id, offered in boundary_states(scheduler_output).items():
+            found = self._requests.get(request_id)
+            if found is not None and self.saves and not found.excluded:
+                for index, block_id, tokens in offered:
+                    if tokens > found.known and not tokens % self._groups.groups[index].block_size:
+                        found.states[block_id] = index, tokens
+
+    def _state_saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:
+        """Return saves of the states that vLLM has left at the ends of blocks, up to ``num_tokens`` tokens."""
         moves: list[BlockMoves] = []
+        if not self.namespace:
+            return moves
         request, num_tokens = state.request, self._to_store(state, num_tokens)
-        for index, block_id, tokens in offered:
-            group = self._groups.groups[index]
-            if tokens % group.block_size or not state.known < tokens <= num_tokens:
-                continue
-            depth = tokens // group.block_size - 1
-            keys = self._keys(request, group, depth, depth + 1)
+        for block_id, (index, tokens) in state.states.items():
+            depth = tokens // self._groups.groups[index].block_size - 1
+            keys = self._keys(request, self._groups.groups[index], depth, depth + 1) if tokens <= num_tokens else []
             if not keys or (index, keys[0]) in saving:
                 continue
             saving.add((index, keys[0]))
@@ -795,6 +800,7 @@ class PrefixCacheScheduler:
                     depth=depth,
                 )
             )
+        state.states = {}
         return moves
 
     def _to_store(self, state: RequestState, num_tokens: int) -> int:

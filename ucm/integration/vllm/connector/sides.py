@@ -595,7 +595,7 @@ class WorkerSide:
         )
         worker.settles = zeroes_blocks(self._kv_cache_config)
         worker.reports_stored = self._settings.kv_events and self._can.hears_workers
-        worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
+        worker.counted_group = groups.leading if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(worker, LayerWiseWorker):
             # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
             worker.overlaps = self._on_host or self._can.runs_piecewise

@@ -239,9 +239,10 @@ def test_a_request_continues_with_the_state_of_its_last_block_alone(
     assert group.first_needed(end) == max(len(blocks) - 1, 0)
 
 
-def test_a_state_is_stored_alone_where_blocks_are_stored_in_chunks() -> None:
-    groups = (CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True))
-    assert [group.chunk_blocks for group in in_chunks(CacheGroups(groups), 16).groups] == [4, 1]
+def test_blocks_beside_states_are_stored_alone() -> None:
+    """A hit ends where there is a state: most prompts have one at their last full block, and none before."""
+    groups = CacheGroups((CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)))
+    assert in_chunks(groups, 16) == groups
 
 
 def test_a_hit_ends_where_there_is_a_state() -> None:
@@ -260,6 +261,15 @@ def test_what_a_hit_lacks() -> None:
     assert lacking(groups, [everything, [False, True, False, False]], 8) == (1, 2)
     assert lacking(groups, [[True, True, False, True], [False, True, False, True]], 8) == (0, 2)
     assert lacking(groups, [everything, [False, False, False, True]], 16) is None
+
+
+@pytest.mark.parametrize(("kinds", "leading"), [("sf", 1), ("fs", 0), ("wsf", 2), ("sw", 0), ("s", 0)])
+def test_the_length_of_a_prefix_shows_where_all_blocks_are_needed(kinds: str, leading: int) -> None:
+    groups = [
+        CacheGroup(index, 4, 9 if kind == "w" else None, {}, (), is_recurrent=kind == "s")
+        for index, kind in enumerate(kinds)
+    ]
+    assert CacheGroups(tuple(groups)).leading == leading
 
 
 def test_a_request_holds_few_states() -> None:

@@ -238,6 +238,57 @@ def test_a_state_that_vllm_has_or_that_was_loaded_is_not_saved_again(clock: Simu
     assert [(moves.group, moves.block_ids) for moves in plan.saves if moves.group] == [(1, [79])]
 
 
+def test_a_state_is_saved_later_if_it_may_not_be_saved_yet(clock: SimulatedClock) -> None:
+    """Its block keeps it until vLLM writes the block, which may be long after the request's next step."""
+    scene = Scene(clock, None, STATE)
+    new = request(TOKENS, adapter="same")  # the engine reads the adapter's files in the first step
+    scene.admit(new)
+    assert not scene.run(new, 8, scene.rows, [(1, 77, 8)]).saves
+    saves = scene.run(new, 8, None, [(1, 78, 16)]).saves
+    chain = scene.keys.chain(TOKENS, SIZE)
+    assert [(moves.keys, moves.block_ids) for moves in saves if moves.group] == [([chain[1]], [77]), ([chain[3]], [78])]
+    assert not [moves for moves in scene.run(new, 1).saves if moves.group]
+
+
+def test_a_state_of_a_request_that_ends_before_it_may_be_saved(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, STATE)
+    new = request(TOKENS, adapter="same")
+    scene.admit(new)
+    scene.run(new, 16, scene.rows, [(1, 77, 16)])
+    scene.side.finished(new)
+    assert [moves.block_ids for moves in scene.step({}).late_saves if moves.group] == [[77]]
+
+
+def test_a_state_whose_block_was_written_before_it_could_be_saved_is_lost(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, STATE, batches=2)
+    new = request(TOKENS, adapter="same")
+    scene.admit(new)
+    scene.run(new, 8, scene.rows, [(1, 77, 8)])
+    scene.step({}, new_block_ids_to_zero=[77])
+    saves = scene.run(new, 8, None, [(1, 78, 16)]).saves
+    assert [moves.block_ids for moves in saves if moves.group] == [[78]]
+
+
+def test_a_state_that_another_connector_may_have_overwritten_is_lost(clock: SimulatedClock) -> None:
+    """Nobody says which blocks it loads into."""
+    scene = Scene(clock, None, STATE, others=True)
+    new = request(TOKENS, adapter="same")
+    scene.admit(new)
+    scene.run(new, 8, scene.rows, [(1, 77, 8)])
+    saves = scene.run(new, 8, None, [(1, 78, 16)]).saves
+    assert [moves.block_ids for moves in saves if moves.group] == [[78]]
+
+
+def test_states_are_saved_when_the_namespace_becomes_known(clock: SimulatedClock) -> None:
+    scene = Scene(clock, None, STATE, begins=False)
+    new = request(TOKENS)
+    scene.admit(new)
+    assert not scene.run(new, 8, scene.rows, [(1, 77, 8)]).saves
+    scene.side.namespace = "model"
+    saves = scene.run(new, 8, None, [(1, 78, 16)]).saves
+    assert [moves.block_ids for moves in saves if moves.group] == [[77], [78]]
+
+
 def test_of_generated_tokens_no_state_is_saved_if_their_blocks_are_not(clock: SimulatedClock) -> None:
     scene = Scene(clock, None, STATE, save_decode_blocks=False)
     new = request(TOKENS[:8])

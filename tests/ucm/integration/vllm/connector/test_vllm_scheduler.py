@@ -75,6 +75,12 @@ HYBRIDS = {
     "announced late": Setting(groups=_HYBRID, blocks=48, announced_late=True, aborts=0.2),
     "announced late, asynchronous": Setting(groups=_HYBRID, blocks=48, announced_late=True, asynchronous=True),
     "prompts alone": Setting(groups=_HYBRID, blocks=48, save_decode_blocks=False),
+    "hits within a block": Setting(
+        groups=((8, None, 2), (8, STATE, 2), (8, STATE, 2)), blocks=48, ranks=2, hash_tokens=4, aborts=0.1
+    ),
+    "hits within a block, asynchronous": Setting(
+        groups=((8, STATE, 2), (8, None, 2)), blocks=48, hash_tokens=2, asynchronous=True, announced_late=True
+    ),
     "with a window": Setting(groups=((4, None, 2), (4, 9, 2), (4, STATE, 2)), blocks=72, failing_loads=0.1, aborts=0.1),
 }
 
@@ -84,7 +90,8 @@ HYBRIDS = {
 def test_models_with_recurrent_layers(name: str, tmp_path: Path) -> None:
     setting = HYBRIDS[name]
     chance = random.Random(1)  # noqa: S311 - no secret
-    happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13))
+    more = ["copies"] if setting.hash_tokens else []
+    happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13), *more)
     print(name, dict(happened))
 
 

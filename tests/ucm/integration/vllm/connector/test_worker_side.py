@@ -259,6 +259,20 @@ def test_stored_blocks_are_collected_only_where_vllm_takes_them(
     worker.side.close()
 
 
+def test_tokens_are_counted_where_a_hit_loads_all_of_its_blocks(clock: SimulatedClock, tmp_path: Path) -> None:
+    """Not by the states of recurrent layers, which come first in many models: a hit loads one, however long it is."""
+    worker = Begun(clock, tmp_path)
+    states = CacheGroup(0, 4, None, {}, ("layer",), is_recurrent=True)
+    with patch.object(kv_cache, "_storage", lambda found: memoryview(found.raw)):
+        worker.side._memories = [
+            HostMemory(group, {"layer": worker.cache}, 4, {})
+            for group in (states, CacheGroup(1, 4, None, {}, ("layer",)))
+        ]
+    worker.step()
+    assert worker.side.worker.counted_group == 1
+    worker.side.close()
+
+
 def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

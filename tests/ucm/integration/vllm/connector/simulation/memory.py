@@ -108,6 +108,12 @@ class KVMemory:
             if not self.groups.groups[group].is_recurrent:
                 self._cells[layer][list(zeroed)] = 0
 
+    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to others, in all layers, as vLLM does for hits that end within a block."""
+        for cells in self._cells:
+            for source, target in blocks:
+                cells[target] = cells[source]
+
     def move_state(self, request_id: str, chunk: Chunk, *, begins: bool) -> None:
         """Copy the states of a request's last step to the blocks that this step uses, as vLLM does in mode `align`.
 

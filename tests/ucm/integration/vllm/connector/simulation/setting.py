@@ -37,6 +37,8 @@ class Setting(EngineSetting):
         save_decode_blocks: Whether blocks of generated tokens are saved.
         staged: Whether the KV cache is on a device: torch's CPU.
         announced_late: Whether vLLM prepares the blocks of a step before it announces the step: its V2 runner does.
+        hash_tokens: The tokens that vLLM hashes as one, so that its own hits of states may end within a block; 0: those
+            of a block.
     """
 
     groups: tuple[tuple[int, int | None, int], ...] = ((4, None, 5),)
@@ -57,6 +59,7 @@ class Setting(EngineSetting):
     save_decode_blocks: bool = True
     staged: bool = False
     announced_late: bool = False
+    hash_tokens: int = 0
     blocks: int = field(default=24, kw_only=True)
     budget: int = field(default=16, kw_only=True)
     running: int = field(default=4, kw_only=True)

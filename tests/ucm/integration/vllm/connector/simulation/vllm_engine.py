@@ -98,7 +98,7 @@ class VllmEngine:
         self.known: dict[bytes, tuple[int, ...]] = {}
         groups = setting.cache_groups()
         self._size = groups.groups[0].block_size
-        self._new = Requests(self._size, stop=[END])
+        self._new = Requests(setting.hash_tokens or self._size, stop=[END])
         config = self._configuration(write_model(directory / "model"))
         if groups.has_states:
             config.cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such a model
@@ -117,7 +117,7 @@ class VllmEngine:
         )
         # The process is older than the model, so a real engine would not trust the model's files.
         with patch.object(identity, "process_started", lambda: float("inf")):
-            self.scheduler = make_scheduler(config, caches)
+            self.scheduler = make_scheduler(config, caches, setting.hash_tokens)
         self.connector: Any = self.scheduler.connector
         self._config = config
         self.memories = [KVMemory(groups, setting.blocks, rank) for rank in range(setting.ranks)]
@@ -274,11 +274,13 @@ class VllmEngine:
         if not self.setting.announced_late:
             worker.handle_preemptions(output.kv_connector_metadata)
         memory.prepare(getattr(output, "new_block_ids_to_zero", None) or ())
+        copies = getattr(output, "kv_cache_block_copies", None) or ()
+        memory.copy([(one.src_block_id, one.dst_block_id) for one in copies])
+        self.happened["copies"] += len(copies)
         for found, chunk in work:
             memory.move_state(found.request_id, chunk, begins=found.begins)
         if self.setting.announced_late:
             worker.handle_preemptions(output.kv_connector_metadata)
-        assert not getattr(output, "kv_cache_block_copies", None)
         with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker):
             manager = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
             with set_forward_context({}, self._config):
