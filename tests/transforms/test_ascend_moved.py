@@ -263,8 +263,8 @@ def test_the_environment_alone_chooses_the_runner(release: str, chosen: bool | N
         config = made()
         config.attention_config = SimpleNamespace(hisparse_config=None)
         config.model_config = SimpleNamespace(is_diffusion=False, architectures=["A"])
-        config._is_default_v2_model_runner_model = lambda: True
-        made._get_v2_model_runner_unsupported_features = lambda _: []
+        config._is_default_v2_model_runner_model = MagicMock(return_value=True)
+        made._get_v2_model_runner_unsupported_features = MagicMock(return_value=[])
         return config.use_v2_model_runner
 
     assert same(release, act, differs=chosen is None) is bool(chosen)
@@ -279,8 +279,8 @@ def test_the_first_runner_has_some_features(release: str) -> None:
         config.parallel_config = SimpleNamespace(prefill_context_parallel_size=2, enable_batch_sharded_sampling=False)
         config.speculative_config = SimpleNamespace(method="dspark", enable_adaptive_verification=True)
         config.model_config = None
-        config._dflash_needs_multi_kv_group = lambda: False
-        config._is_dflash2_draft = lambda: True
+        config._dflash_needs_multi_kv_group = MagicMock(return_value=False)
+        config._is_dflash2_draft = MagicMock(return_value=True)
         return config._get_v1_model_runner_unsupported_features()
 
     assert same(release, act) == ["prefill context parallel", "adaptive draft verification"]
@@ -299,7 +299,7 @@ def test_minimax_in_fp8_is_loaded_as_bfloat16(
             if method == "fp8":
                 raise ValueError(method)
 
-        world.platform.verify_quantization = verify
+        world.platform.verify_quantization.side_effect = verify
         quant = MagicMock()
         quant.QUANTIZATION_METHODS, quant.DEPRECATED_QUANTIZATION_METHODS = ["fp8", "awq"], ()
         quant.get_quantization_config.return_value.override_quantization_method.return_value = None
@@ -440,7 +440,8 @@ def test_an_engine_keeps_one_backend_of_structured_outputs(release: str) -> None
     def act(world: World) -> Any:
         stand_in("vllm.exceptions").VLLMValidationError = world.names["VLLMValidationError"] = InvalidError
         xgrammar = stand_in("vllm.v1.structured_output.backend_xgrammar")
-        stand_in("vllm.v1.structured_output.backend_guidance").has_guidance_unsupported_json_features = lambda _: False
+        guidance = stand_in("vllm.v1.structured_output.backend_guidance")
+        guidance.has_guidance_unsupported_json_features = MagicMock(return_value=False)
         world.names["_is_non_tekken_mistral"] = lambda *_, **__: False
         name = "SamplingParams._validate_structured_outputs"
         made = world.get("vllm/sampling_params.py", name, "platform/patch_structured_output")
@@ -588,8 +589,8 @@ def test_an_encoder_cache_is_loaded_to_the_worker_s_own_device(release: str, is_
         connector = made()
         connector.is_consumer = is_consumer
         wanted = [SimpleNamespace(mm_hash="a"), SimpleNamespace(mm_hash="b")]
-        connector._get_connector_metadata = lambda: SimpleNamespace(mm_datas=wanted)
-        connector._generate_filename_debug = lambda name: f"{name}.safetensors"
+        connector._get_connector_metadata = MagicMock(return_value=SimpleNamespace(mm_datas=wanted))
+        connector._generate_filename_debug = MagicMock(side_effect="{}.safetensors".format)
         cache: dict[str, Any] = {"b": "known"}
         connector.start_load_caches(cache)
         return [call.kwargs["device"] for call in load.call_args_list], sorted(cache)

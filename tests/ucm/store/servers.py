@@ -26,7 +26,7 @@ import trustme
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from tests.ports import PORTS, free_port
+from tests.ports import free_port
 from tests.system import MOONCAKE, REDIS, in_ci
 
 if TYPE_CHECKING:
@@ -73,12 +73,7 @@ def _is_stopped(task: Path) -> bool:
 
 def free_cluster_port() -> int:
     """Return a free port; the one 10000 above, with which nodes of a cluster talk to each other, is free as well."""
-    while True:
-        port = free_port()
-        if port + 10_000 in PORTS:
-            with contextlib.suppress(OSError), socket.socket() as listener:
-                listener.bind(("127.0.0.1", port + 10_000))
-                return port
+    return free_port(beside=10_000)
 
 
 class EndedAtOnceError(Exception):

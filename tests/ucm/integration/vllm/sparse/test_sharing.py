@@ -329,7 +329,12 @@ def test_kv_events_share_kv_too() -> None:
 def test_an_overlay_that_does_not_know_the_hook_is_refused(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     called = ("scheduler_init",) if older else ("scheduler_init", "block_hash_function")
     manifest = SimpleNamespace(
-        upstream_package="vllm", seams={DEFAULT_SEAM: called}, version="0.32.0.7", title="vLLM 0.32.0", named="0.32.0"
+        upstream_package="vllm",
+        seams={DEFAULT_SEAM: called},
+        version="0.32.0.7",
+        title="vLLM 0.32.0",
+        named="0.32.0",
+        command=lambda name, arguments: f"`nox -s {name} -- {arguments}`",
     )
     monkeypatch.setattr(handshake, "_states", lambda: [SimpleNamespace(manifest=manifest)])
     handshake.require_seeding(method_of(engine(REROPE)))  # nothing shares its KV
