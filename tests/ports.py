@@ -15,7 +15,7 @@ from pathlib import Path
 PORTS = range(10_000, 32_768)
 _PORTS = itertools.islice(itertools.cycle(PORTS), secrets.randbelow(len(PORTS)), None)
 #: Each byte is a port. A process locks those that it has taken, until it ends, so that no other takes them meanwhile.
-_TAKEN = (Path(tempfile.gettempdir()) / f"ucm-test-ports-{os.getuid()}").open("ab")
+_TAKEN = os.open(Path(tempfile.gettempdir()) / f"ucm-test-ports-{os.getuid()}", os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 def free_port(beside: int = 0) -> int:
