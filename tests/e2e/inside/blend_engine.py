@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ucm.integration.vllm import metric_names as names
+
 #: The time limit for saved chunks to become visible, in seconds.
 SAVED = 300.0
 
@@ -80,23 +82,26 @@ def _turn_wrongly(caches: Any) -> None:
         rotations[name] = type(rotation)(rotation.table.roll(1, dims=0), rotation.neox)
 
 
+#: What is summed, by the series that it is counted in.
+_COUNTED = {
+    names.BLEND_REUSED_TOKENS: "reused",
+    names.BLEND_COMPUTED_TOKENS: "computed",
+    names.BLEND_GATE_FAILURES: "failures",
+    names.BLEND_SAVED_CHUNKS: "saved",
+}
+
+
 class _Counts:
     """Sums a worker's counters from now on."""
 
     def __init__(self, worker: Any) -> None:
         self.reused = self.computed = self.failures = self.saved = 0
-        counters = worker._counters
-        counters.blended, counters.gate_failed, counters.chunk_saved = self._blended, self._failed, self._saved
+        worker._counters.add = self._add
 
-    def _blended(self, reused: int, computed: int) -> None:
-        self.reused += reused
-        self.computed += computed
-
-    def _failed(self, chunks: int) -> None:
-        self.failures += chunks
-
-    def _saved(self, _: int) -> None:
-        self.saved += 1
+    def _add(self, metric: Any, value: float = 1, key: str = "") -> None:
+        del key
+        if metric in _COUNTED:
+            self.__dict__[_COUNTED[metric]] += int(value)
 
 
 if __name__ == "__main__":

@@ -308,17 +308,18 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
     return limit
 
 
-def lacking(groups: CacheGroups, present: Sequence[Sequence[bool]], end: int) -> tuple[int, int] | None:
+def lacking(groups: CacheGroups, present: Sequence[Sequence[bool]], end: int, limit: int) -> tuple[int, int] | None:
     """Return which chunk a hit lacks for the next tokens, after its group's place; None if none that was asked for.
 
     Args:
         groups: The groups.
         present: See `longest_hit`.
         end: Where the hit ends, in tokens.
+        limit: The upper bound, in tokens.
     """
-    for place, (group, row) in enumerate(zip(groups.groups, present, strict=True)):
-        for chunk in group.needed(end if group.needs_all else 0, end + groups.alignment):
-            if chunk < len(row) and not row[chunk]:
+    for place, (group, row) in enumerate(zip(groups.groups, present, strict=False)):
+        for chunk in group.needed(end if group.needs_all else 0, min(end + groups.alignment, limit)):
+            if chunk >= len(row) or not row[chunk]:
                 return place, chunk
     return None
 

@@ -407,7 +407,7 @@ class Stager:
         ]
         while True:
             end = self._reach(query, present)
-            lookup.lacking = lacking(self._groups, present, end)
+            lookup.lacking = lacking(self._groups, present, end, query.limit)
             if slab is None or end == query.computed:
                 return end
             claimed = self._claim(lookup, end, present)

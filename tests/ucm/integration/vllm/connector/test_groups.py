@@ -258,9 +258,11 @@ def test_a_hit_ends_where_there_is_a_state() -> None:
 def test_what_a_hit_lacks() -> None:
     full, states = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)
     groups, everything = CacheGroups((full, states)), [True] * 4
-    assert lacking(groups, [everything, [False, True, False, False]], 8) == (1, 2)
-    assert lacking(groups, [[True, True, False, True], [False, True, False, True]], 8) == (0, 2)
-    assert lacking(groups, [everything, [False, False, False, True]], 16) is None
+    assert lacking(groups, [everything, [False, True, False, False]], 8, 16) == (1, 2)
+    assert lacking(groups, [[True, True, False, True], [False, True, False, True]], 8, 16) == (0, 2)
+    assert lacking(groups, [[True, True], everything], 8, 16) == (0, 2)
+    assert lacking(groups, [[], [False] * 4], 0, 16) == (0, 0)
+    assert lacking(groups, [everything, [False, False, False, True]], 16, 16) is None
 
 
 @pytest.mark.parametrize(("kinds", "leading"), [("sf", 1), ("fs", 0), ("wsf", 2), ("sw", 0), ("s", 0)])
