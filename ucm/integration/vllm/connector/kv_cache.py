@@ -317,7 +317,7 @@ def lacking(groups: CacheGroups, present: Sequence[Sequence[bool]], end: int, li
         end: Where the hit ends, in tokens.
         limit: The upper bound, in tokens.
     """
-    for place, (group, row) in enumerate(zip(groups.groups, present, strict=False)):
+    for place, (group, row) in enumerate(zip(groups.groups, present, strict=True)):
         for chunk in group.needed(end if group.needs_all else 0, min(end + groups.alignment, limit)):
             if chunk >= len(row) or not row[chunk]:
                 return place, chunk

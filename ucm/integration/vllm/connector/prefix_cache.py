@@ -226,7 +226,7 @@ class PrefixCacheScheduler:
         clock: Clock = SYSTEM,
     ) -> None:
         self._clock = clock
-        self._groups, self._alignment = groups, groups.alignment
+        self._groups, self._alignment, self._has_states = groups, groups.alignment, groups.has_states
         self._key_source = key_source
         self.stager = stager
         self._counters = counters
@@ -366,7 +366,8 @@ class PrefixCacheScheduler:
         self._to_load = {}
         fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids if block_id != NO_BLOCK)
         self._note_sessions(scheduler_output)
-        self._take_states(scheduler_output, fresh)
+        if self._has_states:
+            self._take_states(scheduler_output, fresh)
         saving = set[tuple[int, bytes]]()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
