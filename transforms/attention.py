@@ -80,8 +80,8 @@ def _draft(*places: str) -> Elsewhere:
     return Elsewhere(
         places,
         Consequence.REFUSED,
-        "part of a draft model; a method refuses speculative decoding before the model is loaded",
-        refused_by=refusals.DECODING,
+        "part of a draft model; a method refuses draft models before the model is loaded",
+        refused_by=refusals.DRAFTS,
     )
 
 

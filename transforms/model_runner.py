@@ -101,8 +101,8 @@ CENSUS = (
             Elsewhere(
                 ("vllm/v1/worker/gpu/spec_decode/*:*",),
                 Consequence.REFUSED,
-                "the forward of a draft model; a method refuses speculative decoding before the model is loaded",
-                refused_by=refusals.DECODING,
+                "the forward of a draft model; a method refuses draft models before the model is loaded",
+                refused_by=refusals.DRAFTS,
             ),
             Elsewhere(
                 ("vllm/benchmarks/*:*",),

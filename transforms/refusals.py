@@ -6,8 +6,8 @@ _REQUIREMENTS = "ucm.integration.vllm.sparse.requirements"
 
 #: Kinds of model: latent attention, encoders, a mix of attention with other layers, ….
 MODEL = f"{_REQUIREMENTS}:_of_model"
-#: Ways to decode: speculation, context parallelism, micro-batches.
-DECODING = f"{_REQUIREMENTS}:_of_decoding"
+#: Draft models, and other speculative decoding that a method does not serve.
+DRAFTS = f"{_REQUIREMENTS}:_of_drafts"
 #: Kinds of attention layer that call a hook but cannot be served.
 LAYER = f"{_REQUIREMENTS}:_of_layer"
 #: A platform's replacements of vLLM's code: graphs that replay no Python, devices with another cache.

@@ -8,6 +8,7 @@ So do two ranks: a rank is a worker as any other, with its heads.
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,13 @@ TIGHT_PHASES = {
     **alone("in chunks", [request(tokens, "chunks") for tokens in TARGETS]),
     "preempted": [*(request(tokens, "tight", arrives=20 + 60 * n) for n, tokens in enumerate(TARGETS)), *GROWING],
 }
+#: Drafts of which some tokens are right, see `inside/drafts.py`. The method does not know how they were made.
+DRAFTS = {"method": "custom_class", "model": "drafts.Known", "num_speculative_tokens": 5}
+DRAFTED_PHASES = {
+    **alone("alone", [request(tokens, "alone") for tokens in TARGETS]),
+    "crowd": crowd("crowd", 30),
+    "preempted": TIGHT_PHASES["preempted"],
+}
 
 
 class Company:
@@ -151,7 +159,9 @@ class Company:
         self.roomy = self.run("roomy", ROOMY, ROOMY_PHASES)
         self.tight = self.run("tight", TIGHT, TIGHT_PHASES)
 
-    def run(self, name: str, engine: dict[str, Any], phases: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    def run(
+        self, name: str, engine: dict[str, Any], phases: dict[str, Any], **switches: str
+    ) -> dict[str, list[dict[str, Any]]]:
         specification = {"engine": {**self._engine, **engine}, "phases": phases}
         found: dict[str, list[dict[str, Any]]] = run_script(
             self._environments.overlay,
@@ -159,6 +169,7 @@ class Company:
             "company.py",
             specification,
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if engine.get("tensor_parallel_size", 1) == 1 else "1",
+            **switches,
         )
         return found
 
@@ -188,6 +199,18 @@ def two_ranks(company: Company) -> list[list[int]]:
     return tokens(found["targets"])
 
 
+@pytest.fixture(scope="module")
+def drafted(company: Company, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What an engine with speculative decoding answers."""
+    if company.method == "ESA" or company.method not in EVERYWHERE:
+        pytest.skip("ESA refuses drafts; of the other methods, one variant runs with them")
+    texts = tmp_path_factory.mktemp("drafts") / "texts.json"
+    known = [[*of, *answer] for of, answer in zip(TARGETS, company.answers, strict=True)]
+    texts.write_text(json.dumps(known), encoding="utf-8")
+    engine = {**TIGHT, "speculative_config": DRAFTS}
+    return company.run("drafted", engine, DRAFTED_PHASES, UCM_TEST_DRAFTS=str(texts))
+
+
 def test_as_the_reference(company: Company, environments: Environments, tmp_path: Path) -> None:
     """Methods with a reference in plain torch, without cache and chunks, equal it; those of other methods differ."""
     if company.method not in REFERENCES:
@@ -206,6 +229,20 @@ def tokens(phase: list[dict[str, Any]]) -> list[list[int]]:
 
 def test_in_a_crowd(company: Company) -> None:
     assert tokens(company.roomy["crowd"]) == company.answers
+
+
+@pytest.mark.newest_only
+def test_with_drafts(drafted: dict[str, list[dict[str, Any]]], company: Company) -> None:
+    """A draft that is right saves a step, and one that is wrong leaves nothing behind."""
+    alone = [drafted[f"alone {number}"] for number in range(len(TARGETS))]
+    for found in (*(answer for answer, _ in alone), *drafted["crowd"][: len(TARGETS)]):
+        assert 7 < found["steps"] < ANSWER * 3 // 4
+    right = sum(len(answer["tokens"]) - answer["steps"] for answer, _ in alone)
+    assert right < sum(about["drafted"] for _, about in alone) * 3 // 4
+    assert [answer["tokens"] for answer, _ in alone] == company.answers
+    assert tokens(drafted["crowd"]) == company.answers
+    assert tokens(drafted["preempted"]) == company.answers
+    assert drafted["preempted"][-1]["preempted"]
 
 
 def test_each_request_is_served_as_it_asks(company: Company) -> None:

@@ -203,8 +203,8 @@ CENSUS = (
             Elsewhere(
                 ("vllm_ascend/spec_decode/*:*", "vllm_ascend/worker/mtp_proposer_v1.py:*"),
                 Consequence.REFUSED,
-                "the forward of a draft model; a method refuses speculative decoding before the model is loaded",
-                refused_by=refusals.DECODING,
+                "the forward of a draft model; a method refuses draft models before the model is loaded",
+                refused_by=refusals.DRAFTS,
             ),
         ),
     ),

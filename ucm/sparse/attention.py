@@ -69,7 +69,8 @@ class StepBatch:
 
     Attributes:
         request_ids: The request of each row.
-        num_new_tokens: ``[num_reqs]``, int64: tokens that the step computes.
+        num_new_tokens: ``[num_reqs]``, int64: tokens that the step computes; with speculative decoding, the drafts
+            among them that vLLM rejects are computed again by the next step, from ``num_computed_tokens`` on.
         num_computed_tokens: ``[num_reqs]``, int64: tokens whose KV existed before the step.
         num_prompt_tokens: ``[num_reqs]``, int64: the length of the prompt; for a resumed request, of the original one.
         admitted: ``[num_reqs]``, bool: whether the request is new in this step or resumed after a preemption, so that
@@ -141,7 +142,7 @@ class AttentionView(Protocol):
         """
         ...
 
-    def require_engine(self, *, latent: bool = False) -> None:
+    def require_engine(self, *, latent: bool = False, drafts: bool = False) -> None:
         """Check that a sparse method can serve this engine, and lower its full CUDA graphs to piecewise ones.
 
         Call it in `SparseMethod.worker_started`: later, vLLM has decided how it captures graphs. Lowering is logged as
@@ -150,11 +151,14 @@ class AttentionView(Protocol):
         Args:
             latent: Whether the method serves latent attention: it chooses by `scored`, restricts only decodes, and
                 never splits a request's queries.
+            drafts: Whether the method serves speculative decoding: it takes each token of a step for itself, and
+                keeps nothing that a rejected draft has left; see `StepBatch`.
 
         Raises:
-            SparseMethodError: With latent attention that the method or the overlay does not serve, an encoder,
-                speculative decoding, full CUDA graphs that cannot be lowered (vLLM up to 0.10.0, vLLM Ascend), a model
-                with sliding windows, and others. The message says what to do.
+            SparseMethodError: With latent attention or speculative decoding that the method does not serve, with
+                drafts that need a KV cache or are verified asynchronously, an encoder, full CUDA graphs that cannot
+                be lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The message
+                says what to do.
         """
         ...
 

@@ -351,7 +351,7 @@ class ReRoPE(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine."""
-        self.attention.require_engine()
+        self.attention.require_engine(drafts=True)
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse a layer that cannot be served; compile its kernel as soon as its cache is there, for no request."""

@@ -137,7 +137,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine."""
-        self.attention.require_engine()
+        self.attention.require_engine(drafts=True)
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer."""

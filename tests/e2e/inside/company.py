@@ -1,8 +1,8 @@
 """Run the same requests alone and among others, on an engine in this process: `company.py SPEC RESULT`, JSON files.
 
 Each phase is a list of requests, each with the step before which it arrives. A request may continue another one's
-answer. The result has each request's generated tokens, hit tokens, and number of preemptions after it had started to
-generate.
+answer. The result has each request's generated tokens, hit tokens, and number of steps that generated some; and each
+phase's preemptions of requests that had started to generate, and drafts that were to be verified.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ class Engine:
         found: list[dict[str, Any]] = [{} for _ in requests]
         self._told[name] = found
         answering: dict[str, int] = {}
+        drafted = 0
         for step in itertools.count():
             for number in [number for number, request in waiting.items() if request.get("arrives", 0) <= step]:
                 request = waiting.pop(number)
                 prompt = {"prompt_token_ids": self._begun(request) + request["prompt"], "cache_salt": request["salt"]}
                 params = self._params(detokenize=False, **request["params"])
-                found[number] = {"prompt": prompt["prompt_token_ids"], "tokens": [], "cached": 0}
+                found[number] = {"prompt": prompt["prompt_token_ids"], "tokens": [], "cached": 0, "steps": 0}
                 self._engine.add_request(f"{name} {number}", prompt, params)
             if not waiting and not self._engine.has_unfinished_requests():
                 break
+            drafted += sum(len(of.spec_token_ids) for of in getattr(self._scheduler, "requests", {}).values())
             for output in self._engine.step():
                 of = found[int(output.request_id.rpartition(" ")[2])]
                 of["tokens"], of["cached"] = list(output.outputs[0].token_ids), output.num_cached_tokens
+                of["steps"] += 1
             for own, running in getattr(self._scheduler, "requests", {}).items():
                 if running.num_preemptions and running.num_output_tokens:
                     answering[own] = running.num_preemptions
-        return [*found, {"preempted": sum(answering.values())}]
+        return [*found, {"preempted": sum(answering.values()), "drafted": drafted}]
 
     def close(self) -> None:
         """End it like a server, which first completes saves; up to 0.27.1 at least, an in-process engine does not."""

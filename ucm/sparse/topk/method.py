@@ -177,7 +177,7 @@ class BlockTopK(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine(latent=self.serves_latent)
+        self.attention.require_engine(latent=self.serves_latent, drafts=True)
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:

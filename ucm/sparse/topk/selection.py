@@ -253,8 +253,7 @@ class SelectionPlanner:
             excluded: Requests that stay dense.
         """
         budget = self.budget
-        for row in np.flatnonzero(batch.admitted | ~batch.decodes):
-            self._set_back(batch, int(row))
+        self._set_back(batch)
         totals = self._totals(batch)
         dense_tokens = self._dense_tokens(totals)
         pieces = self._pieces(batch, dense_tokens)
@@ -376,12 +375,15 @@ class SelectionPlanner:
         """Forget the representatives of a request."""
         self._made.pop(request_id, None)
 
-    def _set_back(self, batch: StepBatch, row: int) -> None:
-        """Forget the representatives of blocks that this step or a later one writes, or that came with an admission."""
-        request_id = batch.request_ids[row]
-        whole = 0 if batch.admitted[row] else int(batch.num_computed_tokens[row]) // self.budget.block_size
-        if self._made.get(request_id, 0) > whole:
-            self._made[request_id] = whole
+    def _set_back(self, batch: StepBatch) -> None:
+        """Forget the representatives of blocks that this step or a later one writes, or that came with an admission.
+
+        A step writes a block again whose drafts were rejected.
+        """
+        whole = np.where(batch.admitted, 0, batch.num_computed_tokens // self.budget.block_size)
+        for request_id, blocks in zip(batch.request_ids, whole.tolist(), strict=True):
+            if self._made.get(request_id, 0) > blocks:
+                self._made[request_id] = blocks
 
     def _missing(self, request_id: str, blocks: int) -> tuple[int, int]:
         """Return the range of candidate blocks without representatives, and record that they have them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +225,45 @@ def test_generated_tokens_that_are_computed_again_choose_as_they_did() -> None:
         for place, position in enumerate(range(begins, last)):
             rows = [of.block_table[place - (last - begins)].tolist()[:5] for of in found[1:]]
             assert rows == chosen[position]
+
+
+def test_drafts_choose_as_if_they_were_alone_and_leave_nothing_behind() -> None:
+    """Steps with up to six drafts, of which any number is rejected, choose like steps with one token each.
+
+    A rejected draft has other keys, which fill blocks that later tokens fill anew.
+    """
+    row, first, last = list(range(10, 34)), 22, 88
+    source = torch.Generator().manual_seed(3)
+    query = torch.randn((last, HEADS, HEAD), generator=source)
+    right = cache(40)
+
+    def chosen(drafts: random.Random | None) -> dict[int, list[list[int]]]:
+        made, kv, found, computed = method(), cache(40), {}, first
+        rows, wanted = kv[0].flatten(0, 1), right[0].flatten(0, 1)
+        while computed < last:
+            new = 1 if drafts is None else min(last - computed, drafts.randint(1, 7))
+            accepted = new if drafts is None else drafts.randint(1, new)
+            place, wrong = 10 * SIZE + computed, new - accepted
+            rows[place : place + accepted] = wanted[place : place + accepted]
+            rows[place + accepted : place + new] = torch.randn((wrong, *rows.shape[1:]), generator=source) * 9
+            batch = step(("a", computed, new, first))
+            dense = metadata(batch, [row])
+            made.execute_begin(None, None, batch)
+            keys = rows[place : place + new].clone()
+            for name in LAYERS:
+                of = made.attention_begin(name, query[computed : computed + new], keys, keys, kv, dense)[3]
+                if name == LAYERS[-1]:
+                    for token in range(accepted):
+                        found[computed + token] = of.block_table[token, :5].tolist()
+                made.attention_finished(name, query, kv, dense, query)
+            made.execute_finished(None, None, None)
+            computed += accepted
+        return found
+
+    alone = chosen(None)
+    assert len({str(of) for of in alone.values()}) > 20
+    for seed in range(6):
+        assert chosen(random.Random(seed)) == alone  # noqa: S311 - no secret
 
 
 def failing(made: BlockTopK, *layers: str) -> None:

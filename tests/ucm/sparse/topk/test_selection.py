@@ -104,6 +104,17 @@ def test_set_back_it_starts_again_where_it_is_computed_anew() -> None:
     assert missing(plan_of(planner, ("a", 41, 1, 8))) == [(3, 9)]
 
 
+def test_a_block_whose_drafts_were_rejected_gets_its_representative_anew() -> None:
+    """A step verifies seven drafts, which fill a block, and only the first of them is right."""
+    planner = SelectionPlanner(BUDGET)
+    drafted = step(("a", 37, 8, 8))
+    assert planner.plan(drafted, set()) is not None
+    assert [(of.begin, of.end) for of in planner.completed(drafted, set())] == [(10, 11)]
+    after = step(("a", 39, 1, 8))
+    assert planner.plan(after, set()) is not None
+    assert [(of.begin, of.end) for of in planner.completed(after, set())] == [(9, 10)]
+
+
 def test_an_ended_request_is_forgotten() -> None:
     planner = SelectionPlanner(BUDGET)
     plan_of(planner, ("a", 24, 1, 8))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 #: Settings of vLLM Ascend that run a whole step as a graph of a different kind than vLLM's.
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
+#: The methods of speculative decoding whose drafts need no KV cache.
+DRAFTS = frozenset({"ngram", "suffix", "custom_class"})
 #: The maximum number of layers that a message names.
 SHOWN = 3
 #: vLLM's variable for graphs that are interrupted at each attention, without compilation.
@@ -58,18 +60,20 @@ class Refusal(NamedTuple):
         return SparseMethodError(self.what, where=self.where, fix=self.fix)
 
 
-def require_engine(vllm_config: Any, *, latent: bool = False) -> None:
+def require_engine(vllm_config: Any, *, latent: bool = False, drafts: bool = False) -> None:
     """Refuse an engine that no sparse method supports.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker got it.
         latent: Whether the method serves latent attention.
+        drafts: Whether the method serves speculative decoding.
 
     Raises:
         SparseMethodError: For the first obstacle.
     """
     for refusal in (
         _of_model(vllm_config, latent=latent),
+        _of_drafts(vllm_config, served=drafts),
         _of_decoding(vllm_config),
         _of_graphs(vllm_config),
         _of_platform(vllm_config),
@@ -207,13 +211,45 @@ def _of_model(vllm_config: Any, *, latent: bool) -> Refusal | None:
     return None
 
 
-def _of_decoding(vllm_config: Any) -> Refusal | None:
-    if vllm_config.speculative_config is not None:
+def _of_drafts(vllm_config: Any, *, served: bool) -> Refusal | None:
+    """Refuse drafts that a method does not serve.
+
+    A method decides on the host what each token of a step reads, so the host must know how many drafts of the step
+    before were accepted.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    without = "start vLLM without --speculative-config, or without ucm_sparse_config"
+    method = optional(speculative, "method")
+    if not served:
+        return Refusal("this sparse method does not serve speculative decoding", "speculative_config", without)
+    if "vllm_ascend" in sys.modules:
         return Refusal(
-            "sparse methods do not serve speculative decoding",
-            "speculative_config",
-            "start vLLM without --speculative-config, or without ucm_sparse_config",
+            "no sparse method has been run with speculative decoding on vLLM Ascend", "speculative_config", without
         )
+    if vllm_config.model_config.use_mla:
+        return Refusal(
+            "latent attention (MLA) is restricted only in steps with one token of each request",
+            "speculative_config",
+            without,
+        )
+    if method not in DRAFTS:
+        return Refusal(
+            f"sparse methods do not serve drafts by {method!r}, only by {', '.join(sorted(DRAFTS))}",
+            "speculative_config.method",
+            without,
+        )
+    if optional(vllm_config, "scheduler_config.async_scheduling", False):
+        return Refusal(
+            "with asynchronous scheduling, vLLM starts a step before it knows which drafts the last one accepted",
+            "scheduler_config.async_scheduling",
+            "start vLLM with --no-async-scheduling",
+        )
+    return None
+
+
+def _of_decoding(vllm_config: Any) -> Refusal | None:
     parallel = vllm_config.parallel_config
     divided = divided_context(parallel)
     if divided:

@@ -124,6 +124,35 @@ def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: st
     assert fix in caught.value.fix
 
 
+def drafting(method: str | None = "ngram", **changes: Any) -> Any:
+    return config(speculative_config=SimpleNamespace(method=method), **changes)
+
+
+def test_drafts_are_served_to_methods_that_declare_it() -> None:
+    AttentionLayers(drafting(scheduler_config=SimpleNamespace(async_scheduling=False))).require_engine(drafts=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "where", "fix"),
+    [
+        (drafting("eagle"), "drafts by 'eagle', only by custom_class, ngram, suffix", "method", "without"),
+        (drafting(None), "drafts by None", "speculative_config.method", "without"),
+        (drafting(model_config__use_mla=True), "one token of each request", "speculative_config", "without"),
+        (
+            drafting(scheduler_config=SimpleNamespace(async_scheduling=True)),
+            "before it knows which drafts",
+            "scheduler_config.async_scheduling",
+            "--no-async-scheduling",
+        ),
+    ],
+)
+def test_drafts_that_are_refused_to_every_method(settings: Any, what: str, where: str, fix: str) -> None:
+    with pytest.raises(SparseMethodError, match=what) as caught:
+        AttentionLayers(settings).require_engine(latent=True, drafts=True)
+    assert where in caught.value.where
+    assert fix in caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("compilation", "lowered"),
     [
@@ -137,6 +166,12 @@ def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: st
 def test_full_graphs_are_lowered(compilation: Any, lowered: Graphs) -> None:
     AttentionLayers(config(compilation_config=compilation)).require_engine()
     assert compilation.cudagraph_mode == lowered
+
+
+def test_drafts_on_an_npu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
+    with pytest.raises(SparseMethodError, match="on vLLM Ascend"):
+        AttentionLayers(drafting()).require_engine(drafts=True)
 
 
 def test_full_graphs_of_an_npu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
