@@ -60,6 +60,12 @@ class BlockForeignError(StoreError):
     cause = "foreign"
 
 
+class BlockCompressedError(StoreError):
+    """The block is compressed, and this process cannot decompress it. It stays where it is, for those who can."""
+
+    cause = "compressed"
+
+
 class BlockUnreadableError(StoreError):
     """The medium cannot read this block, for instance because of an I/O error, but lets it be moved away."""
 
@@ -106,10 +112,12 @@ class BlockGeometry:
         slice_sizes: The size of each layer slice in bytes, in order.
         fingerprint: 16 bytes that identify the meaning of the bytes (layers, shapes, strides, dtypes). A stored block
             with another fingerprint is never loaded.
+        element_size: The size of a number in bytes, which helps to compress: 1, 2, 4 or 8; 1 if there are several.
     """
 
     slice_sizes: tuple[int, ...]
     fingerprint: bytes
+    element_size: int = 1
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,10 @@ In format version 2, blocks are authenticated; see ``ucm.store.authentication``.
      end-8      8  XXH3-64 of everything before it
 
 The checksums serve tools without the key, and memory that nobody else can write to.
+
+Format versions 3 and 4 are compressed blocks of versions 1 and 2; see ``ucm.store.compression``. Their header is the one
+that the block has without compression, and everything in it is about the block without compression; only the version
+itself, which the header's checksum and tag cover as if it were 1 or 2, says how the layer slices are stored.
 """
 
 from __future__ import annotations
@@ -45,15 +49,18 @@ import numpy as np
 import xxhash
 
 from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey
+from ucm.store.compression import ELEMENTS, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry, Buffer, StoreError
 
 #: The format versions of blocks without and with authentication.
 VERSION, AUTHENTICATED_VERSION = 1, 2
+#: What compression adds to a format version.
+COMPRESSED = 2
 #: The header's length is a multiple of this, so that layer slices are read and written at aligned offsets.
 UNIT = 4096
 #: The longest header, in units: room for 260,000 layer slices.
@@ -64,12 +71,15 @@ FINGERPRINT_BYTES = 16
 _MAGIC = b"\x89UCMKV\r\n"
 _FIXED = struct.Struct("<8sHHIQ16s16sB7x64s")
 _SUM = struct.Struct("<Q")
-_KEY_AT = 56
+_VERSION = struct.Struct("<H")
+_VERSION_AT, _KEY_AT = 8, 56
 #: A tag's bytes, and those of the fingerprint of the authentication key and of the tag before the header's checksum.
 _TAG_BYTES, _SIGNED_BYTES = 16, 24
 _ALIGNMENT = 64
 #: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
 LARGE_BYTES = 32 << 10
+#: Files are checked in pieces of so many bytes.
+PIECE = 1 << 20
 #: The most buffers that one system call accepts.
 MOST_BUFFERS = 1024
 
@@ -91,11 +101,29 @@ class BlockHeader:
     checksums: tuple[int, ...]
     nbytes: int  #: length of the header; the first layer slice begins there
     tags: tuple[bytes, ...] = ()  #: the layer slices' tags, if the header's own tag was checked
+    is_compressed: bool = False
 
     @property
     def file_nbytes(self) -> int:
-        """The length that the file must have, in bytes."""
+        """The length that the file has without compression, in bytes."""
         return self.nbytes + sum(self.slice_sizes)
+
+    def pieces(self, read: Callable[[int, int], Buffer], file_nbytes: int) -> Iterator[Buffer]:
+        """Return the layer slices of a file, decompressed, in pieces of any size; each is valid until the next one.
+
+        Args:
+            read: Returns bytes of the file, by their offset and number; fewer at its end.
+            file_nbytes: The length of the file.
+
+        Raises:
+            BlockCorruptError: The file has another length than it must have, or is damaged.
+        """
+        if self.is_compressed:
+            begin = self.nbytes
+            return unpack(lambda at, nbytes: read(begin + at, nbytes), file_nbytes - begin, self.file_nbytes - begin)
+        if file_nbytes != self.file_nbytes:
+            raise BlockCorruptError(f"the file has {file_nbytes} bytes, not {self.file_nbytes}")
+        return (read(at, min(PIECE, file_nbytes - at)) for at in range(self.nbytes, file_nbytes, PIECE))
 
 
 def namespace_digest(namespace: str) -> bytes:
@@ -118,8 +146,10 @@ def header_nbytes(first_unit: bytes | bytearray) -> int:
     magic, version, units = _FIXED.unpack_from(first_unit)[:3]
     if magic != _MAGIC:
         raise BlockCorruptError("the file does not begin like a block")
-    if version not in {VERSION, AUTHENTICATED_VERSION}:
-        raise BlockForeignError(f"the block has format version {version}, not {VERSION} or {AUTHENTICATED_VERSION}")
+    if not VERSION <= version <= AUTHENTICATED_VERSION + COMPRESSED:
+        raise BlockForeignError(
+            f"the block has format version {version}, not one of {VERSION} to {AUTHENTICATED_VERSION + COMPRESSED}"
+        )
     if not 1 <= units <= MAX_UNITS:
         raise BlockCorruptError(f"the header claims {units} units")
     return int(units) * UNIT
@@ -143,6 +173,8 @@ def decode(
     nbytes = header_nbytes(header)
     if len(header) != nbytes:
         raise BlockCorruptError(f"the file ends after {len(header)} bytes, within its header of {nbytes}")
+    header = bytearray(header)
+    is_compressed = uncompress(header)
     end = nbytes - _SUM.size
     if _SUM.unpack_from(header, end)[0] != checksum(memoryview(header)[:end]):
         raise BlockCorruptError("the header's checksum is wrong")
@@ -159,7 +191,18 @@ def decode(
     tags: tuple[bytes, ...] = ()
     if authenticator is not None and _is_authentic(header, version, authenticator, any_key=any_key):
         tags = tuple(bytes(header[at : at + _TAG_BYTES]) for at in range(tags_at, tags_end, _TAG_BYTES))
-    return BlockHeader(BlockKey(key[:key_nbytes]), digest, fingerprint, table[:count], table[count:], nbytes, tags)
+    return BlockHeader(
+        BlockKey(key[:key_nbytes]), digest, fingerprint, table[:count], table[count:], nbytes, tags, is_compressed
+    )
+
+
+def uncompress(header: bytearray) -> bool:
+    """Make a header that of the block without compression, and return whether it was another one."""
+    (version,) = _VERSION.unpack_from(header, _VERSION_AT)
+    if not VERSION <= version - COMPRESSED <= AUTHENTICATED_VERSION:
+        return False
+    _VERSION.pack_into(header, _VERSION_AT, version - COMPRESSED)
+    return True
 
 
 def _is_authentic(
@@ -216,27 +259,44 @@ def verify(
     """
     header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]), authenticator, any_key=any_key)
     check_place(header, key, namespace)
-    if len(content) != header.file_nbytes:
-        raise BlockCorruptError(f"the file has {len(content)} bytes, not {header.file_nbytes}")
-    check_slices(content, header, authenticator)
+    pieces = header.pieces(lambda at, nbytes: content[at : at + nbytes], len(content))
+    for _ in checked(pieces, header, authenticator):
+        pass
     return header
 
 
-def check_slices(content: Buffer, header: BlockHeader, authenticator: Authenticator | None = None) -> None:
-    """Compare the checksums of a file's layer slices with those in its header, and the tags if it has them.
+def checked(
+    pieces: Iterable[Buffer], header: BlockHeader, authenticator: Authenticator | None = None
+) -> Iterator[Buffer]:
+    """Yield a block's layer slices again, while their checksums and tags are compared with those in its header.
+
+    Args:
+        pieces: All layer slices, back to back, in pieces of any size.
+        header: The header.
+        authenticator: The one that checked the header's tag.
 
     Raises:
-        BlockCorruptError: A checksum or a tag is wrong.
+        BlockCorruptError: A checksum or a tag is wrong, or bytes are missing.
     """
-    at = header.nbytes
-    for index, size in enumerate(header.slice_sizes):
-        check = SliceCheck(header, index, authenticator)
-        check.update(content[at : at + size])
-        check.end()
-        at += size
+    sizes = enumerate(header.slice_sizes)
+    check, left = None, 0
+    for piece in pieces:
+        rest = piece
+        while rest:
+            if check is None:
+                index, left = next(sizes)
+                check = _SliceCheck(header, index, authenticator)
+            check.update(rest[:left])
+            rest, left = rest[left:], max(0, left - len(rest))
+            if not left:
+                check.end()
+                check = None
+        yield piece
+    if check is not None or next(sizes, None) is not None:
+        raise BlockCorruptError("the file ends within its layer slices")
 
 
-class SliceCheck:
+class _SliceCheck:
     """Checks a layer slice that arrives in pieces.
 
     Args:
@@ -281,7 +341,8 @@ class HeaderCodec:
             checksums are compared, and not their tags.
 
     Raises:
-        ValueError: The geometry has no layer slices, too many, an empty one, or a fingerprint of not 16 bytes.
+        ValueError: The geometry has no layer slices, too many, an empty one, a fingerprint of not 16 bytes, or elements
+            of a size that no number has.
     """
 
     def __init__(
@@ -302,6 +363,8 @@ class HeaderCodec:
             raise ValueError(f"a block cannot have {count} layer slices of {min(sizes, default=0)} bytes and more")
         if len(geometry.fingerprint) != FINGERPRINT_BYTES:
             raise ValueError(f"the fingerprint has {len(geometry.fingerprint)} bytes, not {FINGERPRINT_BYTES}")
+        if geometry.element_size not in ELEMENTS:
+            raise ValueError(f"an element cannot have {geometry.element_size} bytes")
         self.geometry = geometry
         self.authenticator = authenticator
         self.nbytes = units * UNIT
@@ -360,6 +423,58 @@ class HeaderCodec:
             return sums
         return tuple(zip(sums, self._tags.unpack_from(header, self._tags_at), strict=True))
 
+    def pack(self, content: Buffer) -> list[Buffer]:
+        """Return a whole block compressed, in pieces; as it is if that does not make it smaller."""
+        pieces = pack(content[self.nbytes :], self.geometry.element_size)
+        if sum(piece.nbytes for piece in pieces) >= self.geometry.nbytes:
+            return [content]
+        header = bytearray(content[: self.nbytes])
+        (version,) = _VERSION.unpack_from(header, _VERSION_AT)
+        _VERSION.pack_into(header, _VERSION_AT, version + COMPRESSED)
+        return [memoryview(header), *pieces]
+
+    def unpack(self, stored: Buffer, first: int, slices: Sequence[Buffer]) -> bytearray | None:
+        """Decompress layer slices of a block into memory.
+
+        Args:
+            stored: The whole file, of any length and content.
+            first: The index of the first layer slice.
+            slices: The memory of consecutive layer slices; undefined if they could not be decompressed.
+
+        Returns:
+            The header that the block has without compression, unchecked; None if the file is not a compressed block of
+            this geometry.
+
+        Raises:
+            BlockCompressedError: This process cannot decompress it.
+        """
+        header = bytearray(stored[: self.nbytes])
+        if not self.nbytes <= stored.nbytes < self.file_nbytes or not uncompress(header):
+            return None
+        packed = stored[self.nbytes :]
+        begin, end = (self.offsets[index] - self.nbytes for index in (first, first + len(slices)))
+        try:
+            pieces = unpack(
+                lambda at, nbytes: packed[at : at + nbytes], packed.nbytes, self.geometry.nbytes, begin, end
+            )
+            pour(pieces, slices)
+        except BlockCorruptError:  # ``refusal`` says what it is
+            return None
+        return header
+
+    def uncompressed(self, stored: Buffer) -> Buffer:
+        """Return a whole block without compression, unchecked; what is not a compressed block as it is.
+
+        Raises:
+            BlockCompressedError: This process cannot decompress it.
+        """
+        content = aligned_buffer(self.file_nbytes)
+        header = self.unpack(stored, 0, self._slices(content))
+        if header is None:
+            return stored
+        content[: self.nbytes] = header
+        return content
+
     def is_sound(self, header: bytearray, key: BlockKey, first: int, slices: Sequence[Buffer]) -> bool:
         """Return whether layer slices are those that were stored and the header has this key and geometry."""
         # Comparing the whole header with a newly encoded one checks all of its fields at once.
@@ -387,15 +502,18 @@ class HeaderCodec:
 
     def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
         """Return what is wrong with a whole stored block, header and layer slices; None if it is sound."""
-        if content.nbytes == self.file_nbytes:
-            slices = [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
-            if self.is_sound(bytearray(content[: self.nbytes]), key, 0, slices):
-                return None
+        if content.nbytes == self.file_nbytes and self.is_sound(
+            bytearray(content[: self.nbytes]), key, 0, self._slices(content)
+        ):
+            return None
         try:
             nbytes = header_nbytes(bytes(content[:UNIT]))
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
+
+    def _slices(self, content: Buffer) -> list[Buffer]:
+        return [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
 
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
         """Return what is wrong with a block: its header, or else its length, or else its layer slices.
@@ -417,6 +535,8 @@ class HeaderCodec:
             return BlockForeignError(f"the block's geometry has the fingerprint {found.fingerprint.hex()}")
         if found.slice_sizes != self.geometry.slice_sizes:
             return BlockForeignError(f"the block has {len(found.slice_sizes)} layer slices of other sizes")
+        if found.is_compressed:
+            return BlockCorruptError("the compressed layer slices are damaged")
         if file_nbytes != self.file_nbytes:
             return BlockCorruptError(f"the file has {file_nbytes} bytes, not {self.file_nbytes}")
         what = "checksum" if self.authenticator is None or self._private else "authentication tag"
@@ -444,6 +564,20 @@ def scatter(source: Buffer, target: Sequence[Buffer]) -> None:
         else:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(source, np.uint8, nbytes, at))
         at += nbytes
+
+
+def pour(source: Iterable[Buffer], target: Sequence[Buffer]) -> None:
+    """Copy pieces of consecutive bytes into several buffers, which are as long together."""
+    views = iter(target)
+    view = memoryview(b"")
+    for piece in source:
+        rest = piece
+        while rest:
+            if not view:
+                view = next(views).cast("B")
+            nbytes = min(len(rest), len(view))
+            scatter(rest[:nbytes], [view[:nbytes]])
+            rest, view = rest[nbytes:], view[nbytes:]
 
 
 def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -23,11 +24,12 @@ from ucm.store.base import (
     StoreFullError,
     StoreUnavailableError,
     TierStats,
+    too_far_behind,
 )
 from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucm.clock import Clock
     from ucm.store.authentication import Authenticator
@@ -121,6 +123,35 @@ class TierCounters:
                 used_bytes=used_bytes,
                 capacity_bytes=capacity_bytes,
             )
+
+
+class Room:
+    """Counts the bytes of blocks that writers collect in memory; methods may be called from any thread.
+
+    Args:
+        limit: The most bytes; a single block may have more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = Lock()
+        self._nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count the bytes of a block.
+
+        Raises:
+            StoreFullError: They would exceed the limit.
+        """
+        with self._lock:
+            if self._nbytes and self._nbytes + nbytes > self._limit:
+                raise too_far_behind(self._limit)
+            self._nbytes += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Count the bytes no more."""
+        with self._lock:
+            self._nbytes -= nbytes
 
 
 class BlockWriter(ABC):
@@ -326,6 +357,7 @@ class ValueTier(Tier):
     ) -> None:
         super().__init__(name, timeout, transfer_timeout, breaker, clock=place.clock)
         self.codec, self.authenticator, self.namespace = place.codec, place.authenticator, place.namespace
+        self._room = Room(place.config.save_queue_bytes)
 
     @abstractmethod
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
@@ -357,18 +389,19 @@ class ValueTier(Tier):
         return [self._read(block, deadline) for block in blocks]
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
-        """Return the value, verified against its own header or, if there is one, the codec."""
-        content = self.fetch(key, deadline)
+        """Return the value, decompressed, verified against its own header or, if there is one, the codec."""
+        stored = self.fetch(key, deadline)
         if self.codec is not None:
+            content = self.codec.uncompressed(stored)
             refusal = self.codec.check(content, key)
             if refusal is not None:
                 raise self.damaged(key, refusal, deadline)
             return content
         try:
-            verify(content, key, self.authenticator, namespace=self.namespace)
+            verify(stored, key, self.authenticator, namespace=self.namespace)
         except (BlockCorruptError, BlockForeignError) as error:
             raise self.damaged(key, error, deadline) from error
-        return content
+        return stored
 
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
         """Store a whole block as one value."""
@@ -378,7 +411,7 @@ class ValueTier(Tier):
         """Return a writer that collects the block in memory; None if the tier has the block already."""
         if self.contains([key], self.clock.monotonic() + self.timeout)[0]:
             return None
-        return ValueWriter(self, key, file_nbytes)
+        return ValueWriter(partial(self._put, key), file_nbytes, self._room)
 
     def damaged(self, key: BlockKey, error: StoreError, deadline: float) -> StoreError:
         """Delete an unusable block and return the error."""
@@ -391,29 +424,44 @@ class ValueTier(Tier):
         return error
 
     def _read(self, block: BlockTransfer, deadline: float) -> Outcome:
-        codec = known_codec(self.codec)
         try:
-            content = self.fetch(block.key, deadline)
-            refusal = codec.check(content, block.key)
-            if refusal is not None:
-                return self.damaged(block.key, refusal, deadline)
+            refusal = self.place(block, self.fetch(block.key, deadline))
         except StoreError as error:
             return error
-        scatter(content[codec.offsets[block.first_slice] :], block.slices)
-        return False
+        return False if refusal is None else self.damaged(block.key, refusal, deadline)
+
+    def place(self, block: BlockTransfer, stored: Buffer) -> StoreError | None:
+        """Verify a value and copy some of its layer slices into memory; return what is wrong with it, or None.
+
+        Raises:
+            BlockCompressedError: This process cannot decompress it.
+        """
+        codec = known_codec(self.codec)
+        content = codec.uncompressed(stored)
+        refusal = codec.check(content, block.key)
+        if refusal is None:
+            scatter(content[codec.offsets[block.first_slice] :], block.slices)
+        return refusal
+
+    def _put(self, key: BlockKey, content: Buffer) -> None:
+        self.put(key, content, self.clock.monotonic() + self.transfer_timeout)
 
 
 class ValueWriter(BlockWriter):
-    """Collects a block in memory and stores it as one value.
+    """Collects a block in memory and stores it as a whole.
 
     Args:
-        tier: The tier to write to.
-        key: The block's key.
+        put: Stores the block.
         nbytes: The length of the block's file.
+        room: What counts the collected bytes.
+
+    Raises:
+        StoreFullError: Too many bytes are collected.
     """
 
-    def __init__(self, tier: ValueTier, key: BlockKey, nbytes: int) -> None:
-        self._tier, self._key = tier, key
+    def __init__(self, put: Callable[[Buffer], None], nbytes: int, room: Room) -> None:
+        room.take(nbytes)
+        self._put, self._room = put, room
         self._memory = aligned_buffer(nbytes)
 
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
@@ -425,11 +473,12 @@ class ValueWriter(BlockWriter):
 
     def commit(self) -> None:
         """Store the block."""
-        tier = self._tier
-        tier.put_value(self._key, [self._memory], tier.clock.monotonic() + tier.transfer_timeout)
+        self._put(self._memory)
+        self.abort()
 
     def abort(self) -> None:
         """Free the memory."""
+        self._room.give(self._memory.nbytes)
         self._memory = memoryview(b"")
 
 

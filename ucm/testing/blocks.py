@@ -21,9 +21,9 @@ T = TypeVar("T")
 #: Sizes on both sides of every boundary that may matter to a store.
 ODD = BlockGeometry((1, 4095, 4096, 4097, 10_000, 3), b"odd geometry 16B")
 #: Like the KV cache of a small model: equal layer slices of whole pages.
-EVEN = BlockGeometry((16_384,) * 8, b"even geometry 16")
+EVEN = BlockGeometry((16_384,) * 8, b"even geometry 16", 2)
 #: More layer slices than the system takes in one call.
-MANY = BlockGeometry((40,) * 1_100, b"many slices 16 B")
+MANY = BlockGeometry((40,) * 1_100, b"many slices 16 B", 4)
 
 
 def key(number: int, nbytes: int = 32) -> BlockKey:
@@ -31,9 +31,10 @@ def key(number: int, nbytes: int = 32) -> BlockKey:
 
 
 def content(block: BlockKey, geometry: BlockGeometry, version: int = 0) -> bytes:
-    """Return a block's content; each version has another content for the same key."""
+    """Return a block's content; each version has another content for the same key, and odd ones cannot be compressed."""
     seed = int.from_bytes(hashlib.blake2b(block + bytes([version]), digest_size=8).digest(), "little")
-    return np.random.default_rng(seed).bytes(geometry.nbytes)
+    found = np.random.default_rng(seed).bytes(geometry.nbytes)
+    return found if version % 2 else (np.frombuffer(found, np.uint8) & 0x1F).tobytes()
 
 
 def pick(chance: np.random.Generator, items: Sequence[T], count: int | None = None) -> list[T]:

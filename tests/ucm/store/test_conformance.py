@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server
 
 MIB = 1 << 20
+#: An option of tiers.
+COMPRESSED = {"compression": "lossless"}
 #: Time limits within which a healthy server answers on a busy machine, in seconds.
 PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
 
@@ -122,3 +124,54 @@ class TestMooncake(StoreConformance):
     def config(self, mooncake: MooncakeServer) -> StoreConfig:
         options = {"address": mooncake.address, **PATIENT}
         return StoreConfig(pipeline="Mooncake", tiers={"Mooncake": options}, save_nice=0)
+
+
+class TestCompressedPosix(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> StoreConfig:
+        return StoreConfig(directories=(str(tmp_path),), tiers={"Posix": COMPRESSED}, save_nice=0)
+
+
+class TestCompressedPosixDirectWithSync(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> StoreConfig:
+        return StoreConfig(
+            directories=(str(tmp_path),), tiers={"Posix": COMPRESSED}, direct_io=True, fsync=True, save_nice=0
+        )
+
+
+class TestCompressedRedis(StoreConformance):
+    @pytest.fixture
+    def config(self, redis_server: RedisServer) -> StoreConfig:
+        options = {"address": redis_server.address, **PATIENT, **COMPRESSED}
+        return StoreConfig(pipeline="Redis", tiers={"Redis": options}, save_nice=0)
+
+
+class TestCompressedS3(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path, s3_server: S3Server) -> StoreConfig:
+        options = s3_server.options(tmp_path / "secret", **PATIENT, **COMPRESSED)
+        return StoreConfig(pipeline="S3", tiers={"S3": options}, save_nice=0)
+
+
+class TestCompressedMooncake(StoreConformance):
+    @pytest.fixture
+    def config(self, mooncake: MooncakeServer) -> StoreConfig:
+        options = {"address": mooncake.address, **PATIENT, **COMPRESSED}
+        return StoreConfig(pipeline="Mooncake", tiers={"Mooncake": options}, save_nice=0)
+
+
+class TestCompressedAndAuthenticated(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path, memory: str, redis_server: RedisServer) -> StoreConfig:
+        root = tmp_path / "root"
+        root.mkdir()
+        return StoreConfig(
+            pipeline="Cache|Posix|Redis",
+            directories=(str(root),),
+            dram_directory=memory,
+            dram_capacity_bytes=64 * MIB,
+            tiers={"Posix": COMPRESSED, "Redis": {"address": redis_server.address, **PATIENT, **COMPRESSED}},
+            authentication_key_file=key_file(tmp_path / "key"),
+            save_nice=0,
+        )

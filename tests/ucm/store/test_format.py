@@ -157,8 +157,8 @@ def test_what_is_wrong_is_said() -> None:
     for refusal in (codec.refusal(mine, KEY, nbytes), codec.refusal(mine, KEY, nbytes - 1)):
         assert isinstance(refusal, BlockCorruptError)
     newer = bytearray(mine)
-    newer[8] = 3
-    assert "version 3" in str(codec.refusal(bytes(newer), KEY, nbytes))
+    newer[8] = 5
+    assert "version 5" in str(codec.refusal(bytes(newer), KEY, nbytes))
 
 
 @pytest.mark.parametrize(

@@ -468,7 +468,7 @@ def test_a_store_behind_a_forgotten_connection_finds_and_loads_all(
 
 CALLS: dict[str, tuple[Callable[[Servers, float], Any], Any]] = {
     "read": (lambda client, end: client.read(["ucm-here"], [[Part(0, [memoryview(bytearray(4))])]], 4, end), [[4]]),
-    "fetch": (lambda client, end: bytes(client.fetch("ucm-here", 4, end)), b"abcd"),
+    "fetch": (lambda client, end: client.fetch(["ucm-here"], 4, end), [b"abcd"]),
     "put": (lambda client, end: client.put("ucm-here", [bytearray(3 << 20)], end), None),
     "remove": (lambda client, end: client.remove("ucm-here", end), None),
     "names": (lambda client, _: sorted(client.names("ucm-here")), [("ucm-here", 4)]),

@@ -34,15 +34,16 @@ from ucm.store.base import (
 from ucm.store.format import (
     MOST_BUFFERS,
     UNIT,
-    SliceCheck,
     aligned_buffer,
     beyond,
     check_place,
-    check_slices,
+    checked,
     decode,
     gather,
     header_nbytes,
+    pour,
     scatter,
+    uncompress,
 )
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
@@ -58,7 +59,7 @@ from ucm.store.posix.paths import (
 from ucm.store.tier import BlockWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import TypeVar
 
     from ucm.store.authentication import Authenticator
@@ -162,7 +163,6 @@ _OF_ONE_FILE = frozenset(
         errno.EREMOTEIO,
     }
 )
-_CHUNK = 1 << 20
 
 
 def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> int:
@@ -212,7 +212,7 @@ def read_file(
     path: str,
     authenticator: Authenticator | None = None,
 ) -> Buffer:
-    """Return a block's whole file, verified against its own header and, if there is one, the codec.
+    """Return a block's whole file, decompressed, verified against its own header and, if there is one, the codec.
 
     Args:
         directory: The directory that it is in.
@@ -225,14 +225,17 @@ def read_file(
         StoreError: As for ``read_block``.
     """
 
-    def read(descriptor: int, header: BlockHeader) -> Buffer:
+    def read(descriptor: int, header: BlockHeader, pieces: Iterator[Buffer]) -> Buffer:
         if codec is not None and (header.slice_sizes, header.fingerprint) != (
             codec.geometry.slice_sizes,
             codec.geometry.fingerprint,
         ):
             raise BlockForeignError("the block has another geometry")
+        begin = bytearray(_pread(descriptor, header.nbytes))
+        uncompress(begin)
         content = aligned_buffer(header.file_nbytes)
-        check_slices(content[: read_into(descriptor, [content], 0, len(content))], header, authenticator)
+        content[: header.nbytes] = begin
+        pour(checked(pieces, header, authenticator), [content[header.nbytes :]])
         return content
 
     namespace = directory.layout.namespace
@@ -253,16 +256,9 @@ def check_file(path: str, key: BlockKey, authenticator: Authenticator | None = N
         OSError: The file cannot be read.
     """
 
-    def check(descriptor: int, header: BlockHeader) -> BlockHeader:
-        at, chunk = header.nbytes, aligned_buffer(min(_CHUNK, max(header.slice_sizes, default=0)))
-        for index, size in enumerate(header.slice_sizes):
-            end, found = at + size, SliceCheck(header, index, authenticator)
-            while at < end and (step := os.preadv(descriptor, [chunk[: end - at]], at)):
-                found.update(chunk[:step])
-                at += step
-            if at < end:
-                raise BlockCorruptError(f"the file ends within layer slice {index}")
-            found.end()
+    def check(_: int, header: BlockHeader, pieces: Iterator[Buffer]) -> BlockHeader:
+        for _piece in checked(pieces, header, authenticator):
+            pass
         return header
 
     return _with_header(path, key, check, authenticator, any_key=True)
@@ -290,20 +286,19 @@ def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], 
 def _with_header(
     path: str,
     key: BlockKey,
-    use: Callable[[int, BlockHeader], T],
+    use: Callable[[int, BlockHeader, Iterator[Buffer]], T],
     authenticator: Authenticator | None,
     *,
     namespace: str | None = None,
     any_key: bool = False,
 ) -> T:
-    """Open a file, check its header, place and length, and call ``use`` with it."""
+    """Open a file, check its header and place, and call ``use`` with it and the pieces of its layer slices."""
     descriptor, status = open_file(path, os.O_RDONLY)
     try:
         header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))), authenticator, any_key=any_key)
         check_place(header, key, namespace)
-        if status.st_size != header.file_nbytes:
-            raise BlockCorruptError(f"the file has {status.st_size} bytes, not {header.file_nbytes}")
-        return use(descriptor, header)
+        pieces = header.pieces(lambda at, nbytes: memoryview(os.pread(descriptor, nbytes, at)), status.st_size)
+        return use(descriptor, header, pieces)
     finally:
         os.close(descriptor)
 
@@ -312,7 +307,11 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) 
     """Read and verify a block; return its time of last use, and what is wrong with it or None."""
     descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
     try:
-        if status.st_size == codec.file_nbytes and _is_sound(descriptor, codec, block, direct=direct):
+        if status.st_size == codec.file_nbytes:
+            sound = _is_sound(descriptor, codec, block, direct=direct)
+        else:
+            sound = _is_sound_compressed(descriptor, codec, block, status.st_size, direct=direct)
+        if sound:
             return status.st_mtime_ns, None
         return status.st_mtime_ns, _refusal(descriptor, codec, block, status.st_size, direct=direct)
     finally:
@@ -334,6 +333,20 @@ def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, dire
     ):
         return False
     return codec.is_sound(header, block.key, first, slices)
+
+
+def _is_sound_compressed(
+    descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int, *, direct: bool
+) -> bool:
+    """Read and decompress a file that is shorter than a block; return False as ``_is_sound`` does."""
+    if not codec.nbytes <= file_nbytes < codec.file_nbytes:
+        return False
+    read = read_direct if direct else read_into
+    stored = aligned_buffer(file_nbytes)
+    if read(descriptor, [stored], 0, file_nbytes) != file_nbytes:
+        return False
+    header = codec.unpack(stored, block.first_slice, block.slices)
+    return header is not None and codec.is_sound(header, block.key, block.first_slice, block.slices)
 
 
 def _refusal(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
@@ -22,6 +22,7 @@ from ucm.store.base import (
     StoreFullError,
     StoreTimeoutError,
 )
+from ucm.store.compression import Compression, check_installed
 from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
@@ -35,7 +36,7 @@ from ucm.store.posix.paths import (
     shared_group,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.tier import RecentKeys, Tier, used_until
+from ucm.store.tier import RecentKeys, Room, Tier, TierOptions, ValueWriter, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.posix.paths import NewFile
-    from ucm.store.tier import Outcome, TierOptions, TierPlace
+    from ucm.store.tier import BlockWriter, Outcome, TierPlace
 
     T = TypeVar("T")
 
@@ -342,6 +343,12 @@ _MOST_RENEWED = 1 << 17
 _FIRST_STEP = 64
 
 
+class PosixOptions(TierOptions):
+    """The options of the Posix tier that other tiers have as well; docs/store.md explains them."""
+
+    compression: Compression = "none"
+
+
 class PosixTier(Tier):
     """A tier that stores blocks as files.
 
@@ -353,12 +360,14 @@ class PosixTier(Tier):
         config: The store's options.
         capacity_bytes: The most bytes that it may use; None: no limit.
         authenticator: Authenticates blocks; None: they have checksums alone.
+        compresses: Whether blocks are stored compressed.
         clock: The store's clock.
 
     Raises:
-        ConfigError: A directory is missing or unusable, or the namespace is invalid.
+        ConfigError: A directory is missing or unusable, the namespace is invalid, or a package is missing.
     """
 
+    Options: ClassVar[type[TierOptions]] = PosixOptions
     rests_by_itself = True
     batch_nbytes = 2 << 20
     authenticates = True
@@ -373,6 +382,7 @@ class PosixTier(Tier):
         capacity_bytes: int | None,
         authenticator: Authenticator | None = None,
         *,
+        compresses: bool = False,
         clock: Clock = SYSTEM,
     ) -> None:
         super().__init__(name, timeout=config.stuck_seconds, clock=clock)
@@ -390,6 +400,9 @@ class PosixTier(Tier):
         ]
         self._slots = _slots(tuple(roots))
         self._codec, self._authenticator = codec, authenticator
+        self._compresses, self._room = compresses, Room(config.save_queue_bytes)
+        if compresses:
+            check_installed(f"store: tiers: {name.capitalize()}: compression")
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
@@ -398,9 +411,8 @@ class PosixTier(Tier):
         self._until = 0  # the end of that span
 
     @classmethod
-    def open(cls, options: TierOptions, place: TierPlace) -> Tier:
+    def open(cls, options: PosixOptions, place: TierPlace) -> Tier:
         """Open the tier in the configured directories."""
-        del options
         config = place.config
         return cls(
             "posix",
@@ -410,6 +422,7 @@ class PosixTier(Tier):
             config,
             config.posix_capacity_bytes,
             place.authenticator,
+            compresses=options.compression != "none",
             clock=place.clock,
         )
 
@@ -492,12 +505,14 @@ class PosixTier(Tier):
         except StoreError as error:
             self._fail(directory, key, error)
 
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
-        """Return a writer of a temporary file; None if the block exists."""
+    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
+        """Return a writer of a temporary file, or one that first collects what it compresses; None if it exists."""
         directory = self._directory(key)
         if directory.holds(key):
             return None
         self._start_evictors()
+        if self._compresses:
+            return ValueWriter(partial(self._put_compressed, directory, key), file_nbytes, self._room)
         return BlockFileWriter(directory, key, file_nbytes, self)
 
     def stats(self) -> TierStats:
@@ -526,6 +541,17 @@ class PosixTier(Tier):
     def behind(self, directory: Directory) -> None:
         """Note that a writer found no room within the capacity."""
         directory.evictor.behind()
+
+    def _put_compressed(self, directory: Directory, key: BlockKey, content: Buffer) -> None:
+        pieces = known_codec(self._codec).pack(content)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        writer = BlockFileWriter(directory, key, nbytes, self)
+        try:
+            writer.write(pieces, 0, nbytes)
+            writer.commit()
+        except StoreError:
+            writer.abort()
+            raise
 
     def _renewed_until(self, until: int) -> set[BlockKey]:
         """Return the blocks that this tier has renewed until the end of the current span."""

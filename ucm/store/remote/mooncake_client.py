@@ -174,34 +174,17 @@ class MooncakeClient(Client):
         self._give(staging)
         return found
 
-    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
-        """Return a value; of one that has another length than ``nbytes``, no more than that can be seen."""
+    def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
+        """Return values, one after the other."""
 
-        def receive(store: Any) -> tuple[Staging | None, int]:
-            size = store.get_size(name)
-            if size < 0:
-                raise failure_of(size, self._where, name)
-            if nbytes not in {None, size}:
-                return None, size
-            with self._staged(store, size) as staging:
-                (code,) = store.batch_get_into([name], [staging.address], [size])
-                staging.is_tainted = is_harmful(code)
-                if code != size:
-                    self._give(staging)
-                    raise failure_of(min(code, _GONE), self._where, name)
-                return staging, size
+        def receive(store: Any) -> list[Buffer | StoreError]:
+            # After the deadline nobody waits any more.
+            return [
+                self._whole(store, name, nbytes) if self._clock.monotonic() < deadline else self._silent()
+                for name in names
+            ]
 
-        def dispose(received: tuple[Staging | None, int]) -> None:
-            if received[0] is not None:
-                self._give(received[0])
-
-        staging, size = self._call(self._transfers, receive, deadline, late=dispose)
-        if staging is None:
-            return memoryview(bytes(min(size, (nbytes or 1) - 1)))
-        content = aligned_buffer(size)
-        scatter(staging.memory[:size], [content])
-        self._give(staging)
-        return content
+        return self._call(self._transfers, receive, deadline)
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one call; a value that exists already stays."""
@@ -347,6 +330,22 @@ class MooncakeClient(Client):
                 fix="set the environment variable MC_LOG_LEVEL=INFO: Mooncake then says why on stderr",
             )
         return store
+
+    def _whole(self, store: Any, name: str, nbytes: int | None) -> Buffer | StoreError:
+        """Return a value of at most ``nbytes``; of a longer one as many bytes as show that."""
+        size = store.get_size(name)
+        if size < 0:
+            return failure_of(size, self._where, name)
+        if nbytes is not None and size > nbytes:
+            return memoryview(bytes(nbytes - 1))
+        with self._staged(store, size) as staging:
+            (code,) = store.batch_get_into([name], [staging.address], [size])
+            staging.is_tainted = is_harmful(code)
+            content = aligned_buffer(size)
+            if code == size:
+                scatter(staging.memory[:size], [content])
+            self._give(staging)
+        return content if code == size else failure_of(min(code, _GONE), self._where, name)
 
     def _meaning(self, store: Any, name: str, codes: Sequence[int], nbytes: int) -> list[int] | StoreError:
         """Return the lengths of a value's parts, or why it was not received."""

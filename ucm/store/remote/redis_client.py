@@ -73,16 +73,18 @@ class Into:
         memory: The destination buffers, in order.
         deadline: When to stop, by the clock.
         clock: What time passes by.
+        is_most: Whether a shorter value is received as well.
     """
 
-    def __init__(self, memory: Sequence[Buffer], deadline: float, clock: Clock) -> None:
+    def __init__(self, memory: Sequence[Buffer], deadline: float, clock: Clock, *, is_most: bool = False) -> None:
+        self._is_most = is_most
         self._memory = [view.cast("B") for view in memory]
         self._deadline = deadline
         self._clock = clock
         self.nbytes = sum(view.nbytes for view in self._memory)
 
     def read(self, parser: IntoParser) -> int | None:
-        """Receive the value and return its length, or None if there is none; skip one of another length."""
+        """Receive the value and return its length, or None if there is none; skip one of a wrong length."""
         buffer, sock = parser.buffer, parser.sock
         line = buffer.readline()
         if not line.startswith(b"$"):
@@ -93,7 +95,7 @@ class Into:
         nbytes = int(line[1:])
         if nbytes < 0:
             return None
-        if nbytes != self.nbytes:
+        if nbytes > self.nbytes or (nbytes < self.nbytes and not self._is_most):
             if nbytes > _MOST_DROPPED:
                 raise WrongLengthError(nbytes)
             buffer.read(nbytes)
@@ -104,7 +106,7 @@ class Into:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6)))
             sock.settimeout(None)
         try:
-            for part, size in in_parts(self._memory):
+            for part, size in in_parts(first_bytes(self._memory, nbytes)):
                 ahead, rest = memoryview(parser.read_ahead(size)), part
                 left = size - ahead.nbytes
                 while ahead:
@@ -146,6 +148,13 @@ class Into:
                 raise exceptions.ConnectionError("the server closed the connection within a value")
             left -= got
             part = beyond(part, got)
+
+
+def first_bytes(views: Iterable[Buffer], nbytes: int) -> Iterator[Buffer]:
+    """Yield the buffers that hold the first ``nbytes``."""
+    for view in views:
+        yield view[:nbytes]
+        nbytes = max(0, nbytes - view.nbytes)
 
 
 def in_parts(views: Iterable[Buffer]) -> Iterator[tuple[list[Buffer], int]]:
@@ -590,19 +599,26 @@ class Servers(Client):
                 replies[index] = missing(names[index])
         return replies
 
-    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
-        """Return a value; one of another length than ``nbytes`` as far as is needed to see that."""
-        key = name.encode()
-        content = aligned_buffer(nbytes or 0)
-        wanted = Into([content], deadline, self._clock) if nbytes else None
-        (reply,) = self.run([key], lambda _: [Command([pack(b"GET", key)], wanted)], deadline)
-        if isinstance(reply, StoreError):
-            raise reply
-        if reply[0] is None:
-            raise missing(name)
-        if wanted is None:
-            return memoryview(reply[0])
-        return content if reply[0] == nbytes else content[: min(reply[0], content.nbytes - 1)]
+    def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
+        """Return values by pipelined commands."""
+        keys = [name.encode() for name in names]
+        memory = [aligned_buffer(nbytes or 0) for _ in names]
+
+        def commands(index: int) -> list[Command]:
+            into = Into([memory[index]], deadline, self._clock, is_most=True) if nbytes else None
+            return [Command([pack(b"GET", keys[index])], into)]
+
+        found: list[Buffer | StoreError] = []
+        for name, content, reply in zip(names, memory, self.run(keys, commands, deadline), strict=True):
+            if isinstance(reply, StoreError):
+                found.append(reply)
+            elif reply[0] is None:
+                found.append(missing(name))
+            elif not nbytes:
+                found.append(memoryview(reply[0]))
+            else:
+                found.append(content[: reply[0] if reply[0] <= nbytes else nbytes - 1])
+        return found
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one SET."""

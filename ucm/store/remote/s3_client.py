@@ -151,9 +151,13 @@ class S3Client(Client):
         )
         return [place_parts(some, list(islice(received, len(some)))) for some in parts]
 
-    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
-        """Return an object by one GET."""
-        return self._one(lambda: self._get(name, 0, None, nbytes), deadline)
+    def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
+        """Return objects by one GET each."""
+        return self._run(
+            [lambda name=name: self._get(name, 0, None, nbytes) for name in names],  # type: ignore[misc] # see above
+            deadline,
+            self._transfers,
+        )
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store an object by one PUT."""
@@ -193,7 +197,7 @@ class S3Client(Client):
         self._thread.join(self._timeout)
 
     async def _get(self, name: str, begin: int, length: int | None, nbytes: int | None) -> Buffer:
-        """Return bytes of an object, or too few if the object does not have ``nbytes``: a huge one is not received."""
+        """Return bytes of an object: too few if it is longer than ``nbytes``, or if a part of one of another length."""
         ranged: Any = {"range": (begin, begin + length)} if length is not None and length != nbytes else {}
         try:
             result = await self._requests.get_async(self._store, name, options=ranged)
@@ -201,8 +205,10 @@ class S3Client(Client):
             if ranged and _BEHIND_THE_END in str(error).partition(_DEBUG)[0]:
                 return memoryview(b"")
             raise
-        if nbytes is not None and result.meta["size"] != nbytes:
-            return memoryview(bytes(min(result.meta["size"], nbytes - 1)) if length is None else b"")
+        if nbytes is not None and result.meta["size"] > nbytes:
+            return memoryview(bytes(nbytes - 1) if length is None else b"")
+        if length is not None and result.meta["size"] != nbytes:
+            return memoryview(b"")
         return memoryview(await result.bytes_async())
 
     def _one(self, job: Callable[[], Awaitable[Answer]], deadline: float) -> Answer:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from ucm.errors import ConfigError, install_extra
 from ucm.store.base import (
+    BlockCompressedError,
     BlockCorruptError,
     BlockForeignError,
     BlockKey,
@@ -20,8 +21,9 @@ from ucm.store.base import (
     StoreError,
     StoreUnavailableError,
 )
+from ucm.store.compression import Compression, check_installed
 from ucm.store.config import read_secret
-from ucm.store.format import AUTHENTICATED_VERSION, VERSION, known_codec, namespace_digest, verify
+from ucm.store.format import AUTHENTICATED_VERSION, VERSION, known_codec, namespace_digest, uncompress, verify
 from ucm.store.tier import RecentKeys, TierOptions, ValueTier
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ _FIRST_WAVE = 8
 class RemoteOptions(TierOptions):
     """The options that all tiers on servers have."""
 
+    compression: Compression = "none"
     timeout: float = Field(default=0.5, gt=0, le=_MOST_SECONDS)
     transfer_timeout: float = Field(default=5.0, gt=0, le=_MOST_SECONDS)
 
@@ -134,8 +137,8 @@ class Client(ABC):
         """
 
     @abstractmethod
-    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
-        """Return a value; one that is longer than ``nbytes`` in part, None: however long it is."""
+    def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
+        """Return each value of at most ``nbytes``; less than that of a longer one, None: however long it is."""
 
     @abstractmethod
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
@@ -179,6 +182,9 @@ class RemoteTier(ValueTier):
     most_nbytes: ClassVar[int]
 
     def __init__(self, options: RemoteOptions, place: TierPlace, client: Client | None = None) -> None:
+        self._compresses = options.compression != "none"
+        if self._compresses:
+            check_installed(f"store: tiers: {place.name}: compression")
         self._client = client if client is not None else _share(type(self), options, place)
         self._shares = client is None
         super().__init__(self.kind, place, options.timeout, options.transfer_timeout, self._client.breaker)
@@ -218,30 +224,36 @@ class RemoteTier(ValueTier):
         return [key not in lacking for key in keys]
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """Load the blocks' values, each received directly into its memory."""
-        codec = known_codec(self.codec)
-        headers = [bytearray(codec.nbytes) for _ in blocks]
-        parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
-        replies = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
+        """Load the blocks' values: each is received directly into its memory, or as a whole if it is compressed."""
+        refusals: list[StoreError | None] = [None] * len(blocks)
+        whole: Sequence[int] = range(len(blocks))
+        if not self._compresses:  # but another engine may
+            refusals = self._receive(blocks, deadline)
+            whole = [number for number, one in enumerate(refusals) if isinstance(one, _OtherFormError)]
+        for number, refusal in zip(whole, self._receive_whole([blocks[n] for n in whole], deadline), strict=True):
+            refusals[number] = refusal
         outcomes: list[Outcome] = []
-        for block, header, wanted, reply in zip(blocks, headers, parts, replies, strict=True):
-            failure = self._judge(block, header, wanted, reply)
+        for block, failure in zip(blocks, refusals, strict=True):
             if failure is None:
                 outcomes.append(False)
                 continue
             self._recent.drop(block.key)
-            if not isinstance(failure, BlockMissingError | StoreUnavailableError):
-                failure = self.damaged(block.key, failure, deadline)
-            outcomes.append(failure)
+            is_kept = isinstance(failure, BlockMissingError | StoreUnavailableError | BlockCompressedError)
+            outcomes.append(failure if is_kept else self.damaged(block.key, failure, deadline))
         return outcomes
 
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the value, whatever its length."""
-        try:
-            return self._client.fetch(self._name(key), self.codec.file_nbytes if self.codec else None, deadline)
-        except BlockMissingError:
-            self._recent.drop(key)
-            raise
+        (found,) = self._client.fetch([self._name(key)], self.codec.file_nbytes if self.codec else None, deadline)
+        if isinstance(found, StoreError):
+            if isinstance(found, BlockMissingError):
+                self._recent.drop(key)
+            raise found
+        return found
+
+    def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
+        """Store a whole block as one value, compressed if that is configured."""
+        self.put_value(key, known_codec(self.codec).pack(content) if self._compresses else [content], deadline)
 
     def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store the value by one request."""
@@ -276,7 +288,10 @@ class RemoteTier(ValueTier):
         if value.nbytes > self.most_nbytes:
             return BlockCorruptError(f"the value has {value.nbytes} bytes, more than any block", where=self.path(value))
         try:
-            content = self._client.fetch(self.path(value), value.nbytes, self.clock.monotonic() + self.transfer_timeout)
+            until = self.clock.monotonic() + self.transfer_timeout
+            (content,) = self._client.fetch([self.path(value)], value.nbytes, until)
+            if isinstance(content, StoreError):
+                return content
             header = verify(content, value.key, self.authenticator, any_key=True)
             if header.namespace_digest.hex() != value.digest:
                 return BlockForeignError("the block belongs to another namespace")
@@ -307,6 +322,28 @@ class RemoteTier(ValueTier):
     def _name(self, key: BlockKey) -> str:
         return self._prefix + key.hex()
 
+    def _receive(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[StoreError | None]:
+        """Receive blocks that are not compressed; return what is wrong with each."""
+        codec = known_codec(self.codec)
+        headers = [bytearray(codec.nbytes) for _ in blocks]
+        parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
+        replies = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
+        return [self._judge(*one) for one in zip(blocks, headers, parts, replies, strict=True)]
+
+    def _receive_whole(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[StoreError | None]:
+        """Receive blocks, compressed or not; return what is wrong with each."""
+        if not blocks:
+            return []
+        most = known_codec(self.codec).file_nbytes
+        values = self._client.fetch([self._name(block.key) for block in blocks], most, deadline)
+        refusals: list[StoreError | None] = []
+        for block, value in zip(blocks, values, strict=True):
+            try:
+                refusals.append(value if isinstance(value, StoreError) else self.place(block, value))
+            except BlockCompressedError as error:
+                refusals.append(error)
+        return refusals
+
     def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
         """Return what to receive to load some layer slices of a block: its header as well."""
         codec, first = known_codec(self.codec), block.first_slice
@@ -323,10 +360,16 @@ class RemoteTier(ValueTier):
             return reply
         lengths = [part.nbytes for part in wanted]
         if reply != lengths:
-            return BlockCorruptError(f"the value has {reply} bytes, not {lengths}")
+            return _OtherFormError(f"the value has {reply} bytes, not {lengths}")
         if codec.is_sound(header, block.key, block.first_slice, block.slices):
             return None
+        if uncompress(header):  # of which only a part was asked for
+            return _OtherFormError("the value is compressed")
         return codec.refusal_of(header, block.key)
+
+
+class _OtherFormError(BlockCorruptError):
+    """A value is damaged, or a compressed block."""
 
 
 def missing(name: str) -> BlockMissingError:

@@ -115,7 +115,7 @@ class LayerCaches:
         about = f"{FORMAT} {self.piece_shape} {self.dtype} {self.names}"
         digest = hashlib.blake2b(about.encode(), digest_size=16).digest()
         nbytes = two * tokens * heads * size * self.dtype.itemsize
-        return BlockGeometry((nbytes,) * len(self.names), digest)
+        return BlockGeometry((nbytes,) * len(self.names), digest, self.dtype.itemsize)
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Return the sum over all ranks; see `AttentionView.sum_over_ranks`."""

@@ -449,8 +449,8 @@ class BlendScheduler:
                 )
             return False
         geometries = [
-            BlockGeometry(tuple(records[rank]["sizes"]), bytes.fromhex(records[rank]["fingerprint"]))
-            for rank in range(self._ranks)
+            BlockGeometry(tuple(said["sizes"]), bytes.fromhex(said["fingerprint"]), said["element"])
+            for said in map(records.__getitem__, range(self._ranks))
         ]
         self._begin_opening(self._open, geometries)
         return False

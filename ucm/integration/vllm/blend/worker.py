@@ -460,7 +460,12 @@ class BlendWorker:
 
     def _record(self) -> dict[str, Any]:
         geometry = self._caches.geometry
-        return {"sizes": list(geometry.slice_sizes), "fingerprint": geometry.fingerprint.hex(), REFUSED: self.refused}
+        return {
+            "sizes": list(geometry.slice_sizes),
+            "fingerprint": geometry.fingerprint.hex(),
+            "element": geometry.element_size,
+            REFUSED: self.refused,
+        }
 
     def _tell(self, *, refused: bool) -> None:
         """Write this rank's record again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import (
@@ -488,6 +488,11 @@ def fingerprint(layers: list[LayerLayout], about: Mapping[str, object]) -> bytes
     return digest.digest()
 
 
+def element_size(layers: list[LayerLayout], kv_caches: Mapping[str, Any]) -> int:
+    """Return the size of an element of the layers' KV caches in bytes; of several, what divides all."""
+    return gcd(*(tensor.element_size() for layer in layers for tensor in tensors_of(kv_caches[layer.name])))
+
+
 def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
     blocks_first = shape[0] % num_blocks == 0 and shape[0] >= num_blocks
     planes_first = len(shape) > 1 and shape[0] == PLANES and shape[1] % num_blocks == 0 and shape[1] >= num_blocks
@@ -537,7 +542,7 @@ class HostMemory:
         self._ranges = [list(_ranges(layout, kv_caches[layout.name])) for layout in self.layouts]
         blocks = group.chunk_blocks
         sizes = tuple(nbytes for ranges in self._ranges for _ in range(blocks) for *_, nbytes in ranges)
-        self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about))
+        self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about), element_size(self.layouts, kv_caches))
 
     def slice_count(self, layers: int) -> int:
         """Return the number of a chunk's slices in the first ``layers`` layers."""
@@ -613,6 +618,7 @@ class DeviceMemory:
         self.geometry = BlockGeometry(
             tuple(layout.block_bytes * group.chunk_blocks for layout in self.layouts),
             fingerprint(self.layouts, {**about, "staged": True}),
+            element_size(self.layouts, kv_caches),
         )
 
     def staging(self, blocks: int) -> list[Tensor]:

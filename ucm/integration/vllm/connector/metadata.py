@@ -126,7 +126,8 @@ class WeightsReport:
 def geometry_record(place: int, geometry: BlockGeometry) -> dict[str, Any]:
     """Return a rank's record of its blocks in one group, short enough for any number of layers."""
     runs = [[size, len(list(run))] for size, run in groupby(geometry.slice_sizes)]
-    return {"place": place, "fingerprint": geometry.fingerprint.hex(), "sizes": runs}
+    about = {"fingerprint": geometry.fingerprint.hex(), "element": geometry.element_size}
+    return {"place": place, **about, "sizes": runs}
 
 
 def geometries_of(
@@ -150,7 +151,7 @@ def geometries_of(
         for rank, record in records.items():
             said = record["groups"][str(group)]
             sizes = tuple(size for size, times in said["sizes"] for _ in range(times))
-            geometry = BlockGeometry(sizes, bytes.fromhex(said["fingerprint"]))
+            geometry = BlockGeometry(sizes, bytes.fromhex(said["fingerprint"]), said["element"])
             if by_place.setdefault(said["place"], geometry) != geometry:
                 raise ValueError(
                     f"rank {rank} lays out KV-cache group {group} differently from a rank that has the same KV"

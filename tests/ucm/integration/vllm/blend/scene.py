@@ -111,7 +111,12 @@ class Scene:
 
     def answer(self, rank: int = 0, *, refused: bool = False) -> None:
         """A rank reports its piece geometry."""
-        record = {"sizes": list(GEOMETRY.slice_sizes), "fingerprint": GEOMETRY.fingerprint.hex(), REFUSED: refused}
+        record = {
+            "sizes": list(GEOMETRY.slice_sizes),
+            "fingerprint": GEOMETRY.fingerprint.hex(),
+            "element": GEOMETRY.element_size,
+            REFUSED: refused,
+        }
         writer = SlabReader(clock=self.clock)
         assert writer.attach(self.slab.address, rank, record)
         writer.close()
