@@ -39,6 +39,7 @@ RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
 #: Modules that need an extra of pyproject.toml, and are imported only if configured, or what vLLM has on a GPU.
 OPTIONAL = {
     "ucm/store/authentication.py": {"blake3"},
+    "ucm/store/compression.py": {"zstandard"},
     "ucm/store/remote/mooncake_client.py": {"mooncake"},
     "ucm/store/remote/redis_client.py": {"redis"},
     "ucm/store/remote/s3_client.py": {"obstore"},

@@ -274,6 +274,16 @@ class ConnectorConfig(BaseModel):
     blend: BlendSettings | None = None
 
     @model_validator(mode="after")
+    def _layers_are_not_compressed(self) -> ConnectorConfig:
+        for name, options in self.store.tiers.items():
+            if self.connector == "layerwise" and options.get("compression", "none") != "none":
+                raise RefusedValueError(
+                    f"the layerwise connector would read each compressed block of {name} once for every layer",
+                    f"remove connector: layerwise, or compression from tiers: {name}",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _mock_has_a_ratio(self) -> ConnectorConfig:
         if self.connector == "mock" and "hit_ratio" not in self.model_fields_set:
             raise RefusedValueError(

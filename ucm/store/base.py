@@ -173,6 +173,7 @@ class TierStats:
     loaded_bytes: int = 0
     saved_blocks: int = 0
     saved_bytes: int = 0
+    compressed_bytes: int = 0  #: what a tier that compresses has stored for these, with headers
     evicted_blocks: int = 0
     quarantined_blocks: int = 0
     failures: dict[str, int] = field(default_factory=dict)  #: by ``<operation>.<cause>``, for instance ``load.corrupt``

@@ -1,10 +1,10 @@
 """Compress stored blocks without loss.
 
-Most bytes of a key or a value are as good as random, but those with its sign and exponent take few values. So the bytes
-after a block's header are cut into *frames* of 256 KiB, each frame into *planes*, the first bytes of all elements, then
-the second bytes and so on (as Blosc's shuffle does), and each plane is compressed by Zstandard, or kept as it is if that
-saves next to nothing. Almost all that is saved is entropy coding: there are hardly any repetitions to find, and looking
-for few of them takes half the time of level 1 and leaves slightly fewer bytes.
+Most bytes of a key or a value are as good as random, but those with its sign and exponent take few values. So what
+follows a block's header is cut into *frames* of 256 KiB, and each frame into *planes*: the first bytes of all
+elements, then the second bytes and so on, as Blosc's shuffle does. Each plane is compressed by Zstandard, or kept as
+it is if that saves next to nothing. Almost all that is saved is entropy coding: there are hardly any repetitions to
+find, and looking for few of them takes half the time of level 1 and leaves slightly fewer bytes.
 
 A compressed block begins with its header, of which only the format version differs. All integers are little endian::
 
@@ -14,8 +14,8 @@ A compressed block begins with its header, of which only the format version diff
       4*n  stored bytes of each plane, frame by frame; as many as the plane has: it is not compressed
         …  the planes back to back
 
-Whoever reads it checks the header and the checksums, or tags, of what was decompressed. Nothing in it is trusted before:
-the reader says how long the block must be, and a plane of another length is refused before it is decompressed.
+Whoever reads it checks the header and the checksums, or tags, of what was decompressed. Nothing in it is trusted
+before: the reader says how long the block must be, and a plane of another length is refused before it is decompressed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ _MIN_MATCH, _HASH_LOG = 7, 6
 #: A plane that does not lose one byte in so many is kept as it is, which makes it faster to read.
 _WORTH = 64
 _EXTRA = "compression"
-_local = threading.local()
+
+
+class _Local(threading.local):
+    zstandard: _Zstandard | None = None
+
+
+_local = _Local()
 
 
 def check_installed(where: str) -> None:
@@ -116,7 +122,9 @@ def unpack(
     table = _ELEMENT.size + 4 * element * -(-nbytes // FRAME)
     if packed_nbytes < table:
         raise _damaged("it ends within its table")
-    sizes = np.frombuffer(_whole(read, _ELEMENT.size, table - _ELEMENT.size), "<u4").reshape(-1, element).astype(np.int64)
+    sizes = (
+        np.frombuffer(_whole(read, _ELEMENT.size, table - _ELEMENT.size), "<u4").reshape(-1, element).astype(np.int64)
+    )
     ends = table + np.cumsum(sizes)
     if packed_nbytes != (int(ends[-1]) if len(ends) else table):
         raise _damaged("its planes have another length than its table says")
@@ -192,13 +200,12 @@ class _Zstandard:
 
 
 def _zstandard() -> _Zstandard:
-    found: _Zstandard | None = getattr(_local, "zstandard", None)
-    if found is None:
+    if _local.zstandard is None:
         try:
-            found = _local.zstandard = _Zstandard()
+            _local.zstandard = _Zstandard()
         except ImportError as error:
             raise BlockCompressedError(
                 f"the block is compressed, and this engine cannot decompress it: {error}",
                 fix=f"install it: {install_extra(_EXTRA)}",
             ) from error
-    return found
+    return _local.zstandard

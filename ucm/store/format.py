@@ -32,9 +32,9 @@ In format version 2, blocks are authenticated; see ``ucm.store.authentication``.
 
 The checksums serve tools without the key, and memory that nobody else can write to.
 
-Format versions 3 and 4 are compressed blocks of versions 1 and 2; see ``ucm.store.compression``. Their header is the one
-that the block has without compression, and everything in it is about the block without compression; only the version
-itself, which the header's checksum and tag cover as if it were 1 or 2, says how the layer slices are stored.
+Format versions 3 and 4 are compressed blocks of versions 1 and 2; see ``ucm.store.compression``. Their header is that
+of the block without compression, and all of it is about that block. Only the version itself, which the header's
+checksum and tag cover as if it were 1 or 2, says how the layer slices are stored.
 """
 
 from __future__ import annotations

@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
-from ucm.store.base import BlockCorruptError, BlockForeignError, BlockMissingError, BlockUnreadableError
+from ucm.store.base import (
+    BlockCompressedError,
+    BlockCorruptError,
+    BlockForeignError,
+    BlockMissingError,
+    BlockUnreadableError,
+    StoreError,
+)
 from ucm.store.format import namespace_digest
 from ucm.store.memory.segment import check_slot, delete_slot, directory_of, segments
-from ucm.store.posix.files import check_file, quarantine
+from ucm.store.posix.files import check_file, quarantine, read_header
 from ucm.store.posix.layout import (
     IDENTITY,
     MARKER,
@@ -39,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey, StoreError
+    from ucm.store.base import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ def check_block(
         return BlockMissingError("the block is gone", where=block.path)
     except OSError as error:
         return BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=block.path)
-    except BlockMissingError as error:
+    except (BlockMissingError, BlockCompressedError) as error:
         return error
     except (BlockCorruptError, BlockForeignError) as error:
         error.where = block.path
@@ -143,6 +150,7 @@ class NamespaceStock:
     left_behind: int = 0  #: temporary files whose owners are gone
     quarantined: int = 0  #: damaged blocks in quarantine
     side_nbytes: int = 0  #: of temporaries and damaged blocks
+    plain_nbytes: int | None = None  #: of the blocks without compression; None if unknown
 
 
 def side_files(directory: str) -> list[SideFile]:
@@ -243,12 +251,17 @@ def take_stock(
         OSError: The namespace cannot be listed.
     """
     stock = NamespaceStock(layout.namespace, identity(layout))
+    size: int | None = None  # of each block without compression: all blocks of a namespace have one geometry
     for block in stored_blocks(layout.root, layout.namespace, in_memory=in_memory):
+        if size is None and block.slot is None:
+            with suppress(OSError, StoreError):  # another block will do
+                size = read_header(block.path).file_nbytes
         stock.blocks += 1
         stock.nbytes += block.nbytes
         stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
         stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
         step()
+    stock.plain_nbytes = None if size is None else size * stock.blocks
     temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
     stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
     stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined))

@@ -88,6 +88,11 @@ class TierCounters:
             self._stats.saved_blocks += 1
             self._stats.saved_bytes += nbytes
 
+    def compressed(self, nbytes: int) -> None:
+        """Count the stored bytes of a block that was compressed, or was to be."""
+        with self._lock:
+            self._stats.compressed_bytes += nbytes
+
     def evicted(self, blocks: int) -> None:
         """Count blocks deleted to make room."""
         with self._lock:
@@ -437,10 +442,12 @@ class ValueTier(Tier):
             BlockCompressedError: This process cannot decompress it.
         """
         codec = known_codec(self.codec)
-        content = codec.uncompressed(stored)
-        refusal = codec.check(content, block.key)
+        header = codec.unpack(stored, block.first_slice, block.slices)
+        if header is not None and codec.is_sound(header, block.key, block.first_slice, block.slices):
+            return None
+        refusal = codec.check(stored, block.key)
         if refusal is None:
-            scatter(content[codec.offsets[block.first_slice] :], block.slices)
+            scatter(stored[codec.offsets[block.first_slice] :], block.slices)
         return refusal
 
     def _put(self, key: BlockKey, content: Buffer) -> None:

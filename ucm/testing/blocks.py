@@ -31,7 +31,7 @@ def key(number: int, nbytes: int = 32) -> BlockKey:
 
 
 def content(block: BlockKey, geometry: BlockGeometry, version: int = 0) -> bytes:
-    """Return a block's content; each version has another content for the same key, and odd ones cannot be compressed."""
+    """Return a block's content; versions differ for the same key, and odd ones cannot be compressed."""
     seed = int.from_bytes(hashlib.blake2b(block + bytes([version]), digest_size=8).digest(), "little")
     found = np.random.default_rng(seed).bytes(geometry.nbytes)
     return found if version % 2 else (np.frombuffer(found, np.uint8) & 0x1F).tobytes()

@@ -171,7 +171,7 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
             (
                 stock.namespace,
                 f"{stock.blocks:,}",
-                format_size(stock.nbytes),
+                _sizes(stock),
                 ago(stock.newest),
                 ago(stock.oldest),
                 *(f"{number:,}" for number in counts),
@@ -183,6 +183,12 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
         if stock.identity is not None:
             told.setdefault(_summary(stock.identity), stock.namespace.partition("/")[0])
     return [*lines, *(f"{name}: {summary}" for summary, name in told.items())]
+
+
+def _sizes(stock: NamespaceStock) -> str:
+    """Format what blocks take, and how many times as much they would take if they were not compressed."""
+    plain, nbytes = stock.plain_nbytes or 0, format_size(stock.nbytes)
+    return f"{nbytes}, {plain / stock.nbytes:.2f} times compressed" if plain > stock.nbytes else nbytes
 
 
 def _summary(identity: dict[str, Any]) -> str:
@@ -217,6 +223,7 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
                 "identity": one.identity,
                 "blocks": one.blocks,
                 "bytes": one.nbytes,
+                "uncompressed_bytes": one.plain_nbytes,
                 "oldest_use": iso(one.oldest),
                 "newest_use": iso(one.newest),
                 "temporaries": one.temporaries,

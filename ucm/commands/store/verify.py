@@ -15,6 +15,7 @@ from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, 
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError, UcmError
 from ucm.store.base import (
+    BlockCompressedError,
     BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
@@ -235,7 +236,7 @@ class _Reader:
             if item is None:
                 return
             error = item.check(self._authentic)
-            if isinstance(error, StoreUnavailableError):
+            if isinstance(error, StoreUnavailableError | BlockCompressedError):
                 raise error
             bad = isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError)
             quarantined = bad and self._quarantine and error is not None and item.quarantine(error)

@@ -136,6 +136,12 @@ TIER_COUNTERS = (
     _of_tier("tier_hit_blocks_total", "Those of them that the tier had.", "blocks", "hits"),
     _of_tier("tier_load_bytes_total", "Bytes read from a tier.", "bytes", "loaded_bytes"),
     _of_tier("tier_save_bytes_total", "Bytes written to a tier.", "bytes", "saved_bytes"),
+    _of_tier(
+        "tier_save_compressed_bytes_total",
+        "Bytes that a tier that compresses stored for those.",
+        "bytes",
+        "compressed_bytes",
+    ),
     _of_tier("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", "evicted_blocks"),
     _of_tier("tier_quarantined_blocks_total", "Damaged blocks moved to quarantine.", "blocks", "quarantined_blocks"),
     _of_tier("tier_lookup_calls_total", "Lookups in a tier.", "calls", "lookup_calls"),

@@ -23,7 +23,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 from ucm.store.base import (
-    BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
     BlockUnreadableError,
@@ -240,6 +239,20 @@ def read_file(
 
     namespace = directory.layout.namespace
     return _attempt(directory, key, path, lambda: _with_header(path, key, read, authenticator, namespace=namespace))
+
+
+def read_header(path: str) -> BlockHeader:
+    """Return the header of a block's file, unauthenticated.
+
+    Raises:
+        StoreError: The file has none.
+        OSError: The file cannot be read.
+    """
+    descriptor, _ = open_file(path, os.O_RDONLY)
+    try:
+        return decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))))
+    finally:
+        os.close(descriptor)
 
 
 def check_file(path: str, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:

@@ -358,7 +358,6 @@ class PosixTier(Tier):
         namespace: The name shared by all engines that share blocks.
         codec: The codec of a block's file; None in an instance that only looks up.
         config: The store's options.
-        capacity_bytes: The most bytes that it may use; None: no limit.
         authenticator: Authenticates blocks; None: they have checksums alone.
         compresses: Whether blocks are stored compressed.
         clock: The store's clock.
@@ -379,7 +378,6 @@ class PosixTier(Tier):
         namespace: str,
         codec: HeaderCodec | None,
         config: StoreConfig,
-        capacity_bytes: int | None,
         authenticator: Authenticator | None = None,
         *,
         compresses: bool = False,
@@ -394,6 +392,7 @@ class PosixTier(Tier):
                 fix="name directories that exist and are this user's own",
             )
         check_namespace(namespace)
+        capacity_bytes = config.posix_capacity_bytes
         share = None if capacity_bytes is None else capacity_bytes / len(roots)
         self._directories = [
             Directory(root, namespace, config, share, self._note_eviction, clock=clock) for root in roots
@@ -420,7 +419,6 @@ class PosixTier(Tier):
             place.namespace,
             place.codec,
             config,
-            config.posix_capacity_bytes,
             place.authenticator,
             compresses=options.compression != "none",
             clock=place.clock,
@@ -552,6 +550,7 @@ class PosixTier(Tier):
         except StoreError:
             writer.abort()
             raise
+        self.counters.compressed(nbytes)
 
     def _renewed_until(self, until: int) -> set[BlockKey]:
         """Return the blocks that this tier has renewed until the end of the current span."""

@@ -253,7 +253,12 @@ class RemoteTier(ValueTier):
 
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
         """Store a whole block as one value, compressed if that is configured."""
-        self.put_value(key, known_codec(self.codec).pack(content) if self._compresses else [content], deadline)
+        if not self._compresses:
+            self.put_value(key, [content], deadline)
+            return
+        pieces = known_codec(self.codec).pack(content)
+        self.put_value(key, pieces, deadline)
+        self.counters.compressed(sum(piece.nbytes for piece in pieces))
 
     def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store the value by one request."""

@@ -1,0 +1,269 @@
+"""What lossless compression of a trained model's KV costs and saves: `python -m tests.e2e.bench.compression`.
+
+An engine saves the KV of a prompt of real text, in blocks of 128 tokens, and their bytes are compressed here, by one
+thread, whose processor time counts. Then 64 MiB of the same blocks are loaded from a medium of a given speed: a client
+of a tier on servers that keeps values in memory and lets each caller wait for as long as the medium would take, one
+value after the other.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.e2e.bench.figure import Figure, alternate
+from tests.e2e.bench.real import workload
+from tests.e2e.environment import with_runtime
+from tests.e2e.prefix_engine import PrefixEngine, connector, posix
+from tests.e2e.prefix_workload import request
+from tests.e2e.processes import IN_PROCESS, INSIDE
+from transforms.place import BUILD
+from ucm.clock import SYSTEM
+from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError, StoreError
+from ucm.store.compression import FRAME, pack, unpack
+from ucm.store.config import StoreConfig
+from ucm.store.format import HeaderCodec, checksum, decode, header_nbytes
+from ucm.store.remote.tiers import Client, RedisOptions, RedisTier
+from ucm.store.tier import TierPlace
+from ucm.store.tiered import TieredStore
+from ucm.testing.blocks import Memory, key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucm.store.base import Buffer
+    from ucm.store.remote.tiers import Part
+
+RELEASE = "0.32.0"
+LENGTH, BLOCK = 2048, 128
+DTYPES = {"bfloat16": 2, "float32": 4}
+#: Bytes per second of the media.
+SPEEDS = (0.1e9, 0.3e9, 1e9, 3e9)
+#: Bytes that are loaded.
+LOADED = 64 << 20
+ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The KV of a prompt.
+
+    Attributes:
+        geometry: The geometry of its blocks.
+        bodies: The layer slices of each block, back to back.
+    """
+
+    geometry: BlockGeometry
+    bodies: list[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all blocks."""
+        return sum(map(len, self.bodies))
+
+
+def figures(release: str) -> Iterator[Figure]:
+    """Measure both dtypes, and print the tables."""
+    pure = Table("KV", "ratio", "limit of order 0", "compress", "decompress", "checksums", "memcpy", title="one thread")
+    speeds = [f"{speed / 1e9:g} GB/s" for speed in SPEEDS]
+    loads = Table("KV", *speeds, title=f"seconds to load {LOADED >> 20} MiB, best of {ROUNDS}")
+    for dtype, element_size in DTYPES.items():
+        stock = taken(release, dtype, element_size)
+        ratio, limit, *rates = codec_figures(stock)
+        pure.add_row(dtype, f"{ratio:.3f}", f"{limit:.3f}", *(f"{rate:.2f} GB/s" for rate in rates))
+        yield Figure(f"compression of {dtype}: ratio", ratio, "", None, {"limit": limit})
+        for name, rate in zip(("compress", "decompress"), rates, strict=False):
+            yield Figure(f"compression of {dtype}: {name}, one thread", rate, "GB/s", None)
+        bests = [loading(stock, speed) for speed in SPEEDS]
+        for name, side in (("plain", 0), ("compressed", 1)):
+            loads.add_row(f"{dtype}, {name}", *(f"{took[side]:.3f}" for took in bests))
+        for speed, (plain, compressed) in zip(speeds, bests, strict=True):
+            yield Figure(f"compression of {dtype}: load at {speed}, to plain blocks", compressed / plain, "", None)
+    Console().print(pure, loads)
+
+
+def taken(release: str, dtype: str, element_size: int) -> Stock:
+    """Return the KV of a prompt, as an engine stores it."""
+    directory = BUILD / "bench" / "compression"
+    shutil.rmtree(directory, ignore_errors=True)
+    work = workload(release, 1, (LENGTH,), BLOCK)
+    engine = {**work.engine, "dtype": dtype, "max_num_batched_tokens": 512, **connector(posix(directory / "store"))}
+    try:
+        with PrefixEngine(
+            with_runtime(release), directory / "engine", engine, {**IN_PROCESS, "PYTHONPATH": str(INSIDE)}
+        ) as running:
+            running.generate([request(work.prompt(LENGTH, "0"), 1)])
+        files = [path.read_bytes() for path in sorted((directory / "store").rglob("*")) if path.stat().st_size > FRAME]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    headers = [decode(file[: header_nbytes(file[:4096])]) for file in files]
+    if len(files) < LENGTH // BLOCK:
+        raise ValueError(f"the engine has stored {len(files)} blocks of a prompt that has {LENGTH // BLOCK}")
+    bodies = [memoryview(file)[header.nbytes :] for file, header in zip(files, headers, strict=True)]
+    return Stock(BlockGeometry(headers[0].slice_sizes, headers[0].fingerprint, element_size), bodies)
+
+
+def codec_figures(stock: Stock) -> tuple[float, ...]:
+    """Return the ratio, its limit if every byte is coded by itself, and rates in GB/s of what the caller has."""
+    element, nbytes = stock.geometry.element_size, stock.geometry.nbytes
+    packed = [b"".join(pack(body, element)) for body in stock.bodies]
+    into = np.zeros(nbytes, np.uint8)
+
+    def decompress() -> None:
+        for one in packed:
+            held, at = memoryview(one), 0
+            for piece in unpack(lambda begin, size, held=held: held[begin : begin + size], len(one), nbytes):  # type: ignore[misc] # mypy does not infer the default
+                into.data[at : at + len(piece)] = piece
+                at += len(piece)
+
+    def compress() -> None:
+        for body in stock.bodies:
+            pack(body, element)
+
+    def verify() -> None:
+        for body in stock.bodies:
+            checksum(body)
+
+    def copy() -> None:
+        for body in stock.bodies:
+            np.copyto(into, np.frombuffer(body, np.uint8))
+
+    rates = [
+        stock.nbytes / min(_seconds(work) for _ in range(ROUNDS)) / 1e9 for work in (compress, decompress, verify, copy)
+    ]
+    return stock.nbytes / sum(map(len, packed)), _limit(stock), *rates
+
+
+def _limit(stock: Stock) -> float:
+    """Return the ratio of an ideal code of single bytes, with a table of frequencies for each plane of each frame."""
+    bits = 0.0
+    for body in stock.bodies:
+        for at in range(0, len(body), FRAME):
+            frame = np.frombuffer(body[at : at + FRAME], np.uint8)
+            for plane in frame.reshape(-1, stock.geometry.element_size).T:
+                share = np.bincount(plane, minlength=256) / len(plane)
+                share = share[share > 0]
+                bits -= len(plane) * float((share * np.log2(share)).sum())
+    return stock.nbytes * 8 / bits
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    """Return the processor time that some work takes."""
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+class ThrottledClient(Client):
+    """Keeps values in memory and returns them at the speed of a medium.
+
+    Args:
+        speed: Its bytes per second.
+    """
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._values: dict[str, bytes] = {}
+        self._lock = SYSTEM.lock()
+        self._free = 0.0  # when the medium has sent what was asked for before
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
+        """Return whether there are values."""
+        del deadline
+        return [name in self._values for name in names]
+
+    def read(
+        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+    ) -> list[list[int] | StoreError]:
+        """Copy whole values into place, when the medium has sent them."""
+        del nbytes, deadline
+        found: list[list[int] | StoreError] = []
+        for name, ((part,)) in zip(names, parts, strict=True):
+            value, at = self._sent(name), 0
+            for view in part.memory:
+                view.cast("B")[:] = value[at : at + view.nbytes]
+                at += view.nbytes
+            found.append([at])
+        return found
+
+    def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
+        """Return values, when the medium has sent them."""
+        del nbytes, deadline
+        return [self._sent(name) if name in self._values else BlockMissingError("no value") for name in names]
+
+    def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Keep a value."""
+        del deadline
+        self._values[name] = b"".join(buffers)
+
+    def remove(self, name: str, deadline: float) -> None:
+        """Drop a value."""
+        del deadline
+        self._values.pop(name, None)
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield names and lengths."""
+        return ((name, len(value)) for name, value in self._values.items() if name.startswith(prefix))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _sent(self, name: str) -> Buffer:
+        value = self._values[name]
+        with self._lock:
+            self._free = max(self._free, SYSTEM.monotonic()) + len(value) / self._speed
+            until = self._free
+        SYSTEM.sleep(max(0.0, until - SYSTEM.monotonic()))
+        return memoryview(value)
+
+
+def loading(stock: Stock, speed: float) -> tuple[float, float]:
+    """Return the seconds to load `LOADED` bytes from a medium, plain and compressed."""
+    count = -(-LOADED // stock.geometry.nbytes)
+    keys = [key(number) for number in range(count)]
+    stores = [_store(stock, keys, speed, compression) for compression in ("none", "lossless")]
+    memories = [Memory(one, stock.geometry) for one in keys]
+
+    def load(store: TieredStore) -> float:
+        began = time.perf_counter()
+        failed = store.wait(store.load([memory.transfer() for memory in memories])).failed
+        took = time.perf_counter() - began
+        if failed or any(memory.data != stock.bodies[n % len(stock.bodies)] for n, memory in enumerate(memories)):
+            raise ValueError(f"{len(failed)} blocks were not loaded, or others are wrong")
+        return took * LOADED / (count * stock.geometry.nbytes)
+
+    took = alternate([lambda store=store: load(store) for store in stores], ROUNDS)  # type: ignore[misc] # see above
+    for store in stores:
+        store.close()
+    return min(took[0]), min(took[1])
+
+
+def _store(stock: Stock, keys: Sequence[BlockKey], speed: float, compression: str) -> TieredStore:
+    config, codec = StoreConfig(pipeline="Redis", save_nice=0), HeaderCodec("bench", stock.geometry)
+    place = TierPlace("Redis", "bench", stock.geometry, codec, config)
+    options = RedisOptions.model_validate({"compression": compression, "transfer_timeout": 600.0})
+    store = TieredStore([RedisTier(options, place, ThrottledClient(speed))], codec, config)
+    memories = [Memory(one, stock.geometry, bytes(stock.bodies[n % len(stock.bodies)])) for n, one in enumerate(keys)]
+    store.wait(store.save([memory.transfer() for memory in memories]))
+    if store.wait(store.commit(keys)).failed:
+        raise ValueError("blocks were not saved")
+    return store
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure."""
+    release = (arguments or sys.argv[1:] or [RELEASE])[0]
+    for figure in figures(release):
+        print(f"{figure.name}: {figure.value:.3f} {figure.unit}".rstrip(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
