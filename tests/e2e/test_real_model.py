@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zstandard
 
 from tests.e2e.prefix_workload import request
+from ucm.store.posix.files import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -98,13 +100,13 @@ def prompts(environments: Environments, model: Path) -> list[Prompt]:
     return made
 
 
-def started(environments: Environments, directory: Path, model: Path, **engine: Any) -> PrefixEngine:
+def started(environments: Environments, directory: Path, model: Path, path: str = "", **engine: Any) -> PrefixEngine:
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.processes import IN_PROCESS, INSIDE  # noqa: PLC0415
 
     environment = environments.runtime if engine else environments.plain
     arguments = {"model": str(model), **ENGINE, **engine}
-    return PrefixEngine(environment, directory, arguments, {**IN_PROCESS, "PYTHONPATH": str(INSIDE)})
+    return PrefixEngine(environment, directory, arguments, {**IN_PROCESS, "PYTHONPATH": f"{INSIDE}{path}"})
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +234,45 @@ def test_the_tokens_are_vllms_own(
         assert [answer.cached for answer in answers] == [prompt.blocks for prompt in prompts]
 
 
+def test_the_tokens_are_vllms_own_with_compressed_blocks(
+    environments: Environments, model: Path, prompts: list[Prompt], wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """Cold, after a reset and a restart, and with damaged blocks, which are computed and compressed again."""
+    from tests.e2e.prefix_damage import flip  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
+
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    origin = Path(zstandard.__path__[0])
+    (packages / origin.name).symlink_to(origin)
+    store = {**posix(tmp_path / "store"), "tiers": {"Posix": {"compression": "lossless"}}}
+    path = f":{packages}"
+    engine: dict[str, Any] = connector(store)
+    with started(environments, tmp_path / "cold", model, path, **engine) as cold:
+        assert [answer.tokens for answer in each(cold, prompts, marked=False)] == wanted
+        until_found(cold, prompts, wanted, marked=False)
+    files = list(block_files(tmp_path / "store").values())
+    headers = [read_header(str(file)) for file in files]
+    assert all(header.is_compressed for header in headers)
+    assert sum(file.stat().st_size for file in files) < 0.87 * sum(header.file_nbytes for header in headers)
+    with started(environments, tmp_path / "restarted", model, path, **engine) as restarted:
+        answers = restarted.generate([prompt.request(marked=False) for prompt in prompts])
+        assert [answer.tokens for answer in answers] == wanted
+        assert [answer.cached for answer in answers] == [prompt.blocks for prompt in prompts]
+    for file in files[::4]:
+        flip(file, file.stat().st_size // 2)
+    with started(environments, tmp_path / "damaged", model, path, **engine) as damaged:
+        answers = list(each(damaged, prompts, marked=False))
+        assert [answer.tokens for answer in answers] == wanted
+        assert sum(answer.cached or 0 for answer in answers) < sum(prompt.blocks for prompt in prompts)
+        counters = damaged.counters()
+        assert counters["ucm:tier_failures_total{cause=corrupt,operation=load,tier=posix}"] > 0
+        assert counters["ucm:tier_quarantined_blocks_total{tier=posix}"] > 0
+        until_found(damaged, prompts, wanted, marked=False)
+    assert all(read_header(str(file)).is_compressed for file in block_files(tmp_path / "store").values())
+
+
 def test_sections_in_another_order_are_exact_where_all_of_them_is_recomputed(
     environments: Environments, model: Path, prompts: list[Prompt], wanted: list[list[int]], tmp_path: Path
 ) -> None:
@@ -275,7 +316,7 @@ def test_wrong_values_are_noticed(
     with started(environments, tmp_path / "cold", model, **right) as cold:
         until_found(cold, prompts, wanted, marked=False)
     transfer = {**right["kv_transfer_config"], "kv_connector": "WrongValuesConnector"}
-    wrong = {"kv_transfer_config": {**transfer, "kv_connector_module_path": "wrong_values"}}
+    wrong: dict[str, Any] = {"kv_transfer_config": {**transfer, "kv_connector_module_path": "wrong_values"}}
     with started(environments, tmp_path / "wrong", model, **wrong) as engine:
         answers = list(each(engine, prompts, marked=False))
     assert [answer.cached for answer in answers] == [prompt.blocks for prompt in prompts]

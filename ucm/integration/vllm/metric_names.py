@@ -71,7 +71,18 @@ LOOKUP_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.
 TRANSFER_BUCKETS = (1e-3, 3e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0, 5.0, 10.0)
 
 _TIERS = (("dram",), ("posix",))
-_CAUSES = ("corrupt", "foreign", "full", "incomplete", "missing", "other", "timeout", "unavailable", "unreadable")
+_CAUSES = (
+    "compressed",
+    "corrupt",
+    "foreign",
+    "full",
+    "incomplete",
+    "missing",
+    "other",
+    "timeout",
+    "unavailable",
+    "unreadable",
+)
 _FAILURES = tuple(product(("save", "load"), _CAUSES))
 
 
