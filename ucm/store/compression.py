@@ -117,8 +117,8 @@ def unpack(
     if packed_nbytes < _ELEMENT.size:
         raise _damaged("it ends within its table")
     (element,) = _ELEMENT.unpack(_whole(read, 0, _ELEMENT.size))
-    if element not in ELEMENTS or nbytes % element:
-        raise _damaged(f"it claims elements of {element} bytes")
+    if element not in ELEMENTS or not nbytes or nbytes % element:
+        raise _damaged(f"it claims elements of {element} bytes, of {nbytes} in all")
     table = _ELEMENT.size + 4 * element * -(-nbytes // FRAME)
     if packed_nbytes < table:
         raise _damaged("it ends within its table")

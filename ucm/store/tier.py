@@ -430,12 +430,12 @@ class ValueTier(Tier):
 
     def _read(self, block: BlockTransfer, deadline: float) -> Outcome:
         try:
-            refusal = self.place(block, self.fetch(block.key, deadline))
+            refusal = self._deliver(block, self.fetch(block.key, deadline))
         except StoreError as error:
             return error
         return False if refusal is None else self.damaged(block.key, refusal, deadline)
 
-    def place(self, block: BlockTransfer, stored: Buffer) -> StoreError | None:
+    def _deliver(self, block: BlockTransfer, stored: Buffer) -> StoreError | None:
         """Verify a value and copy some of its layer slices into memory; return what is wrong with it, or None.
 
         Raises:

@@ -547,7 +547,7 @@ class PosixTier(Tier):
         try:
             writer.write(pieces, 0, nbytes)
             writer.commit()
-        except StoreError:
+        except BaseException:
             writer.abort()
             raise
         self.counters.compressed(nbytes)

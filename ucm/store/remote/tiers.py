@@ -344,7 +344,7 @@ class RemoteTier(ValueTier):
         refusals: list[StoreError | None] = []
         for block, value in zip(blocks, values, strict=True):
             try:
-                refusals.append(value if isinstance(value, StoreError) else self.place(block, value))
+                refusals.append(value if isinstance(value, StoreError) else self._deliver(block, value))
             except BlockCompressedError as error:
                 refusals.append(error)
         return refusals
