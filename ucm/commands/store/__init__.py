@@ -9,7 +9,8 @@ of a store), ``unmarked`` (paths), ``namespaces``;
 ``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, the tiers on servers, each with ``tier``,
 ``answers``, ``said`` and ``namespaces``, of our own tiers, each with ``digest``, ``namespace`` (null if no directory
 gives the name), ``blocks``, ``bytes``. A directory's namespace has ``namespace``, ``identity``, ``blocks``,
-``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
+``bytes``, ``uncompressed_bytes`` (null if unknown), ``oldest_use``,
+``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
 
 ``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null if
 the file system does not record it), ``used``; ``matching`` and ``matching_bytes`` also count those beyond the limit.

@@ -57,9 +57,10 @@ class Kept:
         """Return the numbers of the existing blocks."""
         return [number for number in range(len(self.keys[namespace])) if self.path(namespace, number).exists()]
 
-    def fill(self, namespace: str, count: int) -> None:
+    def fill(self, namespace: str, count: int, compression: str = "none") -> None:
         self.keys[namespace] = [key(number) for number in range(count)]
-        with open_store(StoreConfig(directories=(str(self.root),)), namespace, EVEN) as store:
+        config = StoreConfig(directories=(str(self.root),), tiers={"Posix": {"compression": compression}})
+        with open_store(config, namespace, EVEN) as store:
             save(store, self.keys[namespace], EVEN)
         now = time.time()
         for number in range(count):

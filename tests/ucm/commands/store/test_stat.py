@@ -38,6 +38,18 @@ def test_what_is_there(kept: Kept, ask: Callable[..., Answer]) -> None:
     assert small.split()[:2] == [SMALL, "4"]
 
 
+def test_compressed_blocks(kept: Kept, ask: Callable[..., Answer]) -> None:
+    name = "compressed/tp0of1"
+    kept.fill(name, 5, "lossless")
+    stored = sum(kept.path(name, number).stat().st_size for number in range(5))
+    line = next(line for line in ask("stat", "--directory", kept.root).out.splitlines() if name in line)
+    assert f", {5 * FILE / stored:.2f} times compressed  " in line
+    (directory,) = ask("stat", "--json", "--directory", kept.root).data["directories"]
+    sizes = {one["namespace"]: (one["bytes"], one["uncompressed_bytes"]) for one in directory["namespaces"]}
+    assert sizes == {name: (stored, 5 * FILE), BIG: (10 * FILE, 10 * FILE), SMALL: (4 * FILE, 4 * FILE)}
+    assert ask("verify", "--directory", kept.root).code == 0
+
+
 def test_for_a_program(kept: Kept, ask: Callable[..., Answer]) -> None:
     kept.side(BIG, "identity.json").write_text(json.dumps({"name": "llama", "digest": "3f9a"}), encoding="utf-8")
     data = ask("stat", "--json", "--directory", kept.root).data

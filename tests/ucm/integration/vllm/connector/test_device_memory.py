@@ -53,6 +53,7 @@ def bytes_of(host: HostMemory, block: int, layer: int) -> bytes:
 def test_a_gathered_row_is_what_the_host_would_read_in_place(caches: dict[str, Any]) -> None:
     device, host = memory_of(DeviceMemory, caches), memory_of(HostMemory, caches)
     assert device.geometry.nbytes == host.geometry.nbytes
+    assert device.geometry.element_size == host.geometry.element_size
     assert device.geometry.fingerprint != host.geometry.fingerprint
     staging = device.staging(4)
     assert [tuple(rows.shape) for rows in staging] == [(4, layout.block_bytes) for layout in device.layouts]

@@ -17,6 +17,7 @@ from ucm.integration.vllm.connector.kv_cache import (
     CacheGroup,
     HostMemory,
     TensorLayout,
+    element_size,
     fingerprint,
     group_layouts,
     layer_layout,
@@ -304,6 +305,12 @@ def test_buffers_are_the_memory_of_the_blocks(name: str) -> None:
                 buffer[:] = bytes([layer + 1]) * buffer.nbytes
             assert set(np.unique(view.view()[block].view(np.uint8))) == {layer + 1}
     assert memory.slice_count(3) == len(memory.geometry.slice_sizes)
+    assert memory.geometry.element_size == views[0].element_size()
+
+
+def test_an_element_of_several_kinds_is_what_divides_all() -> None:
+    caches = {"wide": tensor((5, 8, 4), dtype="float32"), "narrow": tensor((5, 8, 4))}
+    assert element_size(group_layouts(group(*caches), caches, 5), caches) == 2
 
 
 @pytest.mark.usefixtures("_without_torch")
