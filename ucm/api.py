@@ -17,6 +17,7 @@ from ucm.sparse.base import Role, SparseMethod, require_hooks
 from ucm.sparse.blocks import keep_apart
 from ucm.sparse.options import MethodOptions, parse_options
 from ucm.store.base import (
+    BlockCompressedError,
     BlockCorruptError,
     BlockForeignError,
     BlockGeometry,
@@ -43,6 +44,7 @@ from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 __all__ = [
     "API_VERSION",
     "AttentionView",
+    "BlockCompressedError",
     "BlockCorruptError",
     "BlockExtra",
     "BlockForeignError",
@@ -88,7 +90,7 @@ __all__ = [
     "require_hooks",
 ]
 
-API_VERSION: Final[tuple[int, int]] = (1, 1)
+API_VERSION: Final[tuple[int, int]] = (1, 2)
 """The version of this interface, ``(major, minor)``.
 
 The minor number rises when a name or an optional argument is added. The major number rises when a name is removed or
