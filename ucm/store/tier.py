@@ -467,9 +467,9 @@ class ValueWriter(BlockWriter):
     """
 
     def __init__(self, put: Callable[[Buffer], None], nbytes: int, room: Room) -> None:
-        room.take(nbytes)
         self._put, self._room = put, room
         self._memory = aligned_buffer(nbytes)
+        room.take(nbytes)
 
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
         """Copy bytes into the collected block."""

@@ -310,8 +310,12 @@ def _with_header(
     try:
         header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))), authenticator, any_key=any_key)
         check_place(header, key, namespace)
-        pieces = header.pieces(lambda at, nbytes: memoryview(os.pread(descriptor, nbytes, at)), status.st_size)
-        return use(descriptor, header, pieces)
+
+        def read(at: int, nbytes: int) -> Buffer:
+            memory = aligned_buffer(nbytes)
+            return memory[: read_into(descriptor, [memory], at, nbytes)]
+
+        return use(descriptor, header, header.pieces(read, status.st_size))
     finally:
         os.close(descriptor)
 
