@@ -18,6 +18,7 @@ from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
     from tests.e2e.real.chat import Reply, Server
     from tests.e2e.scenarios import Environments
 
