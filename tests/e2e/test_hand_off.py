@@ -34,7 +34,7 @@ LENGTHS = (TOKENS_PER_STEP - 1, 5 * TOKENS_PER_STEP + 7, 4 * BLOCK, BLOCK - 1)
 PROMPTS = [prompt(length, f"handed {number}") for number, length in enumerate(LENGTHS)]
 CROWD = [prompt(3 * TOKENS_PER_STEP + number, f"crowd {number}") for number in range(6)]
 #: Computed by engines that are killed meanwhile, or just after they have answered.
-DOOMED = [prompt(6 * TOKENS_PER_STEP, f"doomed {number}") for number in range(3)]
+DOOMED = [prompt(5 * TOKENS_PER_STEP, f"doomed {number}") for number in range(3)]
 NEVER = prompt(3 * TOKENS_PER_STEP, "never saved")
 EVERY = [*PROMPTS, *CROWD, *DOOMED, NEVER]
 
