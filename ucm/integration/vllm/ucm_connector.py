@@ -211,7 +211,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         A prefill engine's answer says how much of the prompt is saved, for the engine that decodes.
         """
         saved = self._scheduler.scheduler.finished(request)
-        return False, {SAVED: saved} if saved and is_handed_on(request) else None
+        said = bool(saved) and self._scheduler.hands_over and is_handed_on(request)
+        return False, {SAVED: saved} if said else None
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """The same, where the model has several KV-cache groups."""

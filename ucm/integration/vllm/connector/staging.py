@@ -343,7 +343,8 @@ class Stager:
                 rows, first = lookup.rows.get(group.index, {}), query.computed // group.chunk_tokens
                 row = [place in rows and rows[place].state is State.WHOLE for place in range(first, first + len(keys))]
                 present.append(self._with_computed(group, query, row))
-            lookup.end = self._reach(query, present) if self._slab is not None else query.computed
+            if self._slab is not None:
+                lookup.end = self._reach(query, present)
             surplus = self._keep(lookup, self._all_needed(query, lookup.end))
             if lookup.begun:
                 lookup.late = True
@@ -414,7 +415,8 @@ class Stager:
             self._rests_until = 0.0  # the medium answers
             surplus = []
             if not lookup.finished and lookup.awaits:
-                lookup.begun, lookup.again_at = False, self._clock.monotonic() + AGAIN_SECONDS
+                lookup.end, lookup.begun = end, False
+                lookup.again_at = self._clock.monotonic() + AGAIN_SECONDS
                 self._probe = None if self._probe is lookup else self._probe
             elif not lookup.finished:
                 lookup.end, lookup.finished = end, True

@@ -86,6 +86,15 @@ def test_what_never_comes_is_computed_after_the_deadline(
     assert scene.used == 4
 
 
+def test_what_was_there_by_the_deadline_is_loaded_also_where_nothing_is_staged(clock: SimulatedClock) -> None:
+    scene = Scene(clock, rows=0, seconds=SECONDS)
+    publish(scene, 12)
+    new = handed(TOKENS, 16)
+    assert scene.side.matched_tokens(new, 0) is None
+    advance_to(scene, clock.monotonic() + SECONDS)
+    assert scene.side.matched_tokens(new, 0) == 12
+
+
 def test_a_request_waits_once(clock: SimulatedClock) -> None:
     scene = Scene(clock, seconds=SECONDS)
     new = handed(TOKENS, 16)
