@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", action="store_true", help="NIXL moves the KV, and UCM is beside it")
     parser.add_argument("--logs", type=Path, default=BUILD / "bench", help="where the servers write theirs")
     options = parser.parse_args(arguments)
+    # A bench that is stopped ends its servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options.logs.mkdir(parents=True, exist_ok=True)
     rounds, right = measure(options)
     table = Table("first token", "median", "from", "to", "not computed")
