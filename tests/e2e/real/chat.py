@@ -177,10 +177,6 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(END)
-        self.kill()
-
-    def kill(self) -> None:
-        """End its processes with SIGKILL, also while it answers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
