@@ -39,6 +39,7 @@ class Answer:
         first_s: Seconds from the batch's arrival to the first token; None if there is none.
         finish: Its finish reason.
         prompt_logprobs: The log-probability of each prompt token except the first, if requested.
+        handed_over: The ``kv_transfer_params`` of a request that another engine decodes.
     """
 
     tokens: list[int]
@@ -46,6 +47,7 @@ class Answer:
     first_s: float | None
     finish: str | None
     prompt_logprobs: list[float | None] | None = None
+    handed_over: dict[str, Any] | None = None
 
 
 class EngineFailedError(Exception):
@@ -155,6 +157,11 @@ class PrefixEngine:
         """Return the output of its processes so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
+    def kill(self) -> None:
+        """End its processes with SIGKILL, also while it generates."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+
     def close(self) -> None:
         """End it as an operator would, and check that no process is left."""
         stdin = self._process.stdin
@@ -163,8 +170,7 @@ class PrefixEngine:
                 stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
+        self.kill()
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -116,6 +116,7 @@ def _take(answer: dict[str, Any], output: Any, seconds: float) -> None:
     answer["tokens"] = list(completion.token_ids)
     answer["cached"] = output.num_cached_tokens
     answer["finish"] = completion.finish_reason
+    answer["handed_over"] = vars(output).get("kv_transfer_params")
     if answer["first_s"] is None and answer["tokens"]:
         answer["first_s"] = seconds
     if output.prompt_logprobs is not None:

@@ -139,13 +139,16 @@ class Server:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Reply("".join(pieces), first, usage["prompt_tokens"], cached)
 
-    def post(self, path: str) -> None:
-        """Send a request without a body, for instance to empty the prefix cache."""
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Send a request that does not stream, for instance to empty the prefix cache; return the answer."""
+        text, headers = (None, {}) if body is None else (json.dumps(body), {"Content-Type": "application/json"})
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER)) as connection:
-            connection.request("POST", path)
+            connection.request("POST", path, text, headers)
             response = connection.getresponse()
+            answer = response.read()
             if response.status != http.HTTPStatus.OK:
-                raise ServerFailedError(f"{path}: {response.status}: {response.read().decode(errors='replace')}")
+                raise ServerFailedError(f"{path}: {response.status}: {answer.decode(errors='replace')}")
+            return answer
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as output:

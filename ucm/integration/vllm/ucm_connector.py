@@ -27,6 +27,7 @@ from ucm.compat import connector_abilities, optional, outer_transfer, reported_b
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
+from ucm.integration.vllm.connector.handoff import SAVED, is_handed_on
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
 from ucm.logger import get_logger
@@ -205,9 +206,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         return StepMetadata(plan)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Never delays the free: what is still being read is waited for before it is written again."""
-        self._scheduler.scheduler.finished(request)
-        return False, None
+        """Never delays the free: what is still being read is waited for before it is written again.
+
+        A prefill engine's answer says how much of the prompt is saved, for the engine that decodes.
+        """
+        saved = self._scheduler.scheduler.finished(request)
+        said = bool(saved) and self._scheduler.hands_over and is_handed_on(request)
+        return False, {SAVED: saved} if said else None
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """The same, where the model has several KV-cache groups."""

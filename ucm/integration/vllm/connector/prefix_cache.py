@@ -21,6 +21,7 @@ from ucm.compat import (
     preemptions,
     prepared_blocks,
 )
+from ucm.integration.vllm.connector.handoff import comes_from_afar, saved_tokens
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
@@ -174,6 +175,7 @@ class RequestState:
         excluded: Whether nothing is loaded or saved for it.
         used: When the stores were last told that it uses its blocks, in spans of ``touch_seconds``.
         states: The states to save, by block: the group, and the tokens up to the state.
+        awaited: Tokens that a prefill engine says it has saved, until the first lookup has ended.
     """
 
     request: Request
@@ -191,6 +193,7 @@ class RequestState:
     excluded: bool = False
     used: float = -1.0
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    awaited: int = 0
 
 
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
@@ -287,6 +290,9 @@ class PrefixCacheScheduler:
         if request.request_id in self._loading:
             # vLLM asks again because not even the first block was loaded. The next load might fail as well.
             return 0
+        if self._options.others and comes_from_afar(request):
+            # Blocks staged here would not be loaded. If the transport fails, vLLM asks again, without this mark.
+            return 0
         if lookup is None or lookup.query.computed != num_computed_tokens:
             if self._must_compute(request):
                 return 0
@@ -297,6 +303,17 @@ class PrefixCacheScheduler:
         if state.asked is not None:
             seconds, state.asked = self._clock.monotonic() - state.asked, None
             self._counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
+            state.awaited = 0
+            if lookup.awaits:
+                self._counters.failed("load", "awaited", max(1, (lookup.query.awaited - lookup.end) // self._alignment))
+                logger.warning(
+                    "[UCM.Load] request %s: %d tokens were handed over through the store, and only %d were there after "
+                    "%.1f s; the others are computed",
+                    request.request_id,
+                    lookup.query.awaited,
+                    lookup.end,
+                    seconds,
+                )
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug(
                     "[UCM.Load] request %s: %d of %d tokens found after the first %d in %.1f ms, %s",
@@ -455,8 +472,13 @@ class PrefixCacheScheduler:
         """Note that vLLM's own prefix cache was emptied, and with it the blocks of other connectors."""
         self._others.forget()
 
-    def finished(self, request: Request) -> None:
-        """End a request; its full blocks that were not saved yet are saved with the next step."""
+    def finished(self, request: Request) -> int:
+        """End a request; its full blocks that were not saved yet are saved with the next step.
+
+        Returns:
+            How many of its first tokens are saved by then, as far as the engine knows.
+        """
+        saved = 0
         state = self._requests.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         if self._first == request.request_id:
@@ -466,6 +488,7 @@ class PrefixCacheScheduler:
             self._to_load.pop(request.request_id, None)
             if self._may_save(state, ended=True):
                 computed, saving = request.num_computed_tokens, set[tuple[int, bytes]]()
+                saved = self._to_store(state, computed) // self._alignment * self._alignment
                 self._late += self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
             logger.debug(
                 "[UCM.Save] request %s: ended after %d tokens, %d of them loaded; %d blocks to save",
@@ -475,6 +498,7 @@ class PrefixCacheScheduler:
                 state.to_save,
             )
         self._key_source.forget(request.request_id)
+        return saved
 
     def doubt(self, *, waits: bool) -> None:
         """Let the workers check all of their weights in the next step, because they may have changed.
@@ -552,7 +576,7 @@ class PrefixCacheScheduler:
 
     def _new_state(self, request: Request) -> RequestState:
         count = len(self._groups.groups)
-        state = RequestState(request, [[] for _ in range(count)], [0] * count)
+        state = RequestState(request, [[] for _ in range(count)], [0] * count, awaited=saved_tokens(request))
         if is_streaming(request):
             # A streaming session replaces computed tokens, so its blocks have no lasting keys. But vLLM caches what it
             # computes under the names of its inputs, which the key source notes.
@@ -611,8 +635,8 @@ class PrefixCacheScheduler:
             if limit > computed
             else []
         )
-        options = self._options
-        return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block)
+        options, awaited = self._options, min(state.awaited, limit)
+        return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block, awaited)
 
     def _keys(self, request: Request, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
         """Return the known keys of a group's chunks from ``first`` up to, but not including, ``last``."""

@@ -142,6 +142,9 @@ class SchedulerSide:
         refuse_method_without_hooks(vllm_config)
         transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
         engines = outer or transfer
+        #: Whether answers say what is saved. Beside another connector's answer, that ended engines before vLLM merged
+        #: the two (its pull request 46777), and a transport's answer is enough.
+        self.hands_over = outer is None
         recompute_failed_loads(engines, settings.load_failure)
         groups = stored_groups(vllm_config, kv_cache_config, settings)
         identity = engine_identity(vllm_config, settings, groups.facts)

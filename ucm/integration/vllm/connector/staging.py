@@ -35,6 +35,8 @@ CHUNK_BYTES, CHUNKS = 8 << 20, 4
 MOST_THREADS = 8
 #: How often, in seconds, a thread that waits for another thread's read checks whether it is still needed.
 _LOOKS_SECONDS = 0.02
+#: How many seconds pass before a lookup looks again for blocks that another engine still saves.
+AGAIN_SECONDS = 0.02
 #: How many seconds ``close`` waits for a medium.
 _CLOSE_SECONDS = 5.0
 
@@ -49,6 +51,7 @@ class Query:
         limit: The most tokens to look for, a multiple of the groups' alignment.
         least: The fewest tokens beyond the computed ones that are worth a load.
         drops_last_block: Whether the last block of a hit must be computed.
+        awaited: Tokens that another engine says it has saved: the lookup goes on until they are there, or its deadline.
     """
 
     keys: tuple[list[BlockKey], ...]
@@ -56,6 +59,7 @@ class Query:
     limit: int
     least: int = 1
     drops_last_block: bool = False
+    awaited: int = 0
 
 
 @dataclass(slots=True)
@@ -77,6 +81,8 @@ class Lookup:
     late: bool = False  #: given up or released before it ended
     lacking: tuple[int, int] | None = None  #: the place of a group and its chunk with which the hit ended
     checked: bool = False  #: the workers were told to check their weights while it runs
+    awaits: bool = False  #: the stores did not have all awaited tokens yet
+    again_at: float | None = None  #: when to look for those again, as the clock's ``monotonic()``; None while it runs
 
 
 @dataclass(slots=True)
@@ -197,9 +203,17 @@ class Stager:
         return lookup
 
     def poll(self, lookup: Lookup) -> bool:
-        """Return whether a lookup has ended; at its deadline, end it with the blocks that are verified by then."""
-        if not lookup.finished and self._clock.monotonic() >= lookup.deadline:
-            self.give_up(lookup)
+        """Return whether a lookup has ended; at its deadline, end it with the blocks that are verified by then.
+
+        Awaited tokens are looked for again from here, so that no thread waits for another engine.
+        """
+        if not lookup.finished:
+            now = self._clock.monotonic()
+            if now >= lookup.deadline:
+                self.give_up(lookup)
+            elif lookup.again_at is not None and now >= lookup.again_at:
+                lookup.again_at = None
+                self._start(lambda: self._run(lookup))
         return lookup.finished
 
     def wait(self, lookups: Sequence[Lookup], seconds: float) -> bool:
@@ -274,6 +288,12 @@ class Stager:
             end = longest_hit(groups, present, end - step, step)
         return end if end - query.computed >= max(query.least, 1) else query.computed
 
+    def _published(self, query: Query, present: list[list[bool]]) -> int:
+        """Return how many tokens the stores have. States do not count: an engine saves them at few places."""
+        groups = [group for group in self._groups.groups if not group.is_recurrent]
+        rows = [row for group, row in zip(self._groups.groups, present, strict=True) if not group.is_recurrent]
+        return longest_hit(groups, rows, query.limit, self._alignment)
+
     def _with_computed(self, group: CacheGroup, query: Query, row: list[bool]) -> list[bool]:
         return [True] * (query.computed // group.chunk_tokens) + row
 
@@ -323,7 +343,8 @@ class Stager:
                 rows, first = lookup.rows.get(group.index, {}), query.computed // group.chunk_tokens
                 row = [place in rows and rows[place].state is State.WHOLE for place in range(first, first + len(keys))]
                 present.append(self._with_computed(group, query, row))
-            lookup.end = self._reach(query, present) if self._slab is not None else query.computed
+            if self._slab is not None:
+                lookup.end = self._reach(query, present)
             surplus = self._keep(lookup, self._all_needed(query, lookup.end))
             if lookup.begun:
                 lookup.late = True
@@ -388,12 +409,16 @@ class Stager:
             end = self._find(lookup)
         except Exception:  # noqa: BLE001 - the request continues after any error
             get_logger(__name__).exception("[UCM.Load] a lookup failed unexpectedly")
-            end = lookup.query.computed
+            end, lookup.awaits = lookup.query.computed, False
         with self._changed:
             self._stuck -= lookup.late
             self._rests_until = 0.0  # the medium answers
             surplus = []
-            if not lookup.finished:
+            if not lookup.finished and lookup.awaits:
+                lookup.end, lookup.begun = end, False
+                lookup.again_at = self._clock.monotonic() + AGAIN_SECONDS
+                self._probe = None if self._probe is lookup else self._probe
+            elif not lookup.finished:
                 lookup.end, lookup.finished = end, True
                 surplus = self._keep(lookup, self._all_needed(lookup.query, end))
             self._changed.notify_all()
@@ -405,6 +430,7 @@ class Stager:
             self._with_computed(group, query, self._present(group, keys))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
         ]
+        lookup.awaits = bool(query.awaited) and self._published(query, present) < query.awaited
         while True:
             end = self._reach(query, present)
             lookup.lacking = lacking(self._groups, present, end, query.limit)

@@ -1,4 +1,4 @@
-"""In vLLM's own MultiConnector, our connector does not save what another connector has loaded."""
+"""In vLLM's own MultiConnector: what another connector has loaded is not saved, and only that one hands over."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # v
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return KVConnectorMetadata()
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, {"remote_block_ids": block_ids} if request.kv_transfer_params else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -81,17 +81,22 @@ class Engine:
         with patch.object(identity, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], spec)]))
         self._new = Requests(SIZE)
+        #: The ``kv_transfer_params`` of the last answers.
+        self.handed_over: list[dict[str, Any] | None] = []
 
-    def saved(self, prompt: list[int]) -> int:
+    def saved(self, prompt: list[int], **params: Any) -> int:
         """Compute a request's prompt in one step; return how many of its blocks are saved."""
-        self.scheduler.add_request(self._new.make(prompt, 1))
+        request = self._new.make(prompt, 1)
+        request.kv_transfer_params = params or None
+        self.scheduler.add_request(request)
         count = 0
         while self.scheduler.has_requests():
             output = self.scheduler.schedule()
             plan = output.kv_connector_metadata.metadata[1].plan
             count += sum(len(moves.keys) for moves in (*plan.saves, *plan.late_saves))
             sampled = {request_id: [3] for request_id in output.num_scheduled_tokens}
-            self.scheduler.update_from_output(output, runner_output(output, sampled))
+            for answers in self.scheduler.update_from_output(output, runner_output(output, sampled)).values():
+                self.handed_over = [answer.kv_transfer_params for answer in answers.outputs] or self.handed_over
         return count
 
 
@@ -132,6 +137,14 @@ def test_a_prompt_that_another_connector_has_before_its_first_whole_block(
     assert engine.saved([5, 6, 7]) == 0
     assert engine.saved(OURS) == 5
     assert engine.saved([*OURS, *range(90, 98)]) == 0  # it is no longer known which connector filled vLLM's blocks
+
+
+def test_only_the_other_connector_says_where_a_request_s_blocks_are(engine: Engine) -> None:
+    """Before vLLM merged the answers of two connectors, it ended the engine."""
+    assert engine.saved(OURS, do_remote_decode=True) == 5
+    (handed_over,) = engine.handed_over
+    assert handed_over is not None
+    assert set(handed_over) == {"remote_block_ids"}
 
 
 def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(engine: Engine) -> None:
