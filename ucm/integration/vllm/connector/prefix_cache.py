@@ -174,6 +174,7 @@ class RequestState:
         excluded: Whether nothing is loaded or saved for it.
         used: When the stores were last told that it uses its blocks, in spans of ``touch_seconds``.
         states: The states to save, by block: the group, and the tokens up to the state.
+        found: The states that vLLM's own cache had, to save those that the stores have lost.
     """
 
     request: Request
@@ -191,6 +192,7 @@ class RequestState:
     excluded: bool = False
     used: float = -1.0
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    found: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
@@ -353,7 +355,6 @@ class PrefixCacheScheduler:
         """
         self.step += 1
         self._end_holds(self.step - self._options.batches)
-        self._take_answers()
         plan = StepPlan(
             self.step,
             self.namespace,
@@ -363,6 +364,7 @@ class PrefixCacheScheduler:
             confirmed=self._confirmed if self._options.confirms else None,
         )
         fresh = self._take_blocks(scheduler_output)
+        self._take_answers()
         for request_id, load in self._to_load.items():
             plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
@@ -428,6 +430,12 @@ class PrefixCacheScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.block_ids = ids
+                # vLLM hands over a state once, when it is computed; a store may lose it while vLLM's cache serves it.
+                state.found = {
+                    ids[group.index][computed // group.block_size - 1]: (group.index, computed)
+                    for group in self._groups.groups
+                    if group.is_recurrent and computed and not computed % self._alignment
+                }
                 self._loading.pop(request_id, None)
                 # The engine may read an adapter's files in this step, even if it had read them before.
                 state.confirmed, state.begun = not self._key_source.may_change(state.request), self.step
@@ -680,7 +688,7 @@ class PrefixCacheScheduler:
                 continue
             keys = self._keys(request, group, 0, chunks)
             last = min(num_computed_tokens, lasting) // group.chunk_tokens
-            begin = last if group.is_recurrent else group.first_needed(num_computed_tokens) // group.chunk_blocks
+            begin = group.first_needed(num_computed_tokens) // group.chunk_blocks
             expected = range(min(begin, last), last)
             state.saved[group.index] = max(state.saved[group.index], last)
             self.stager.use(Use(request.request_id, group, keys, expected))
@@ -694,6 +702,8 @@ class PrefixCacheScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.saved[group] = min(state.saved[group], missing)
+                place = group, (missing + 1) * self._stored[group].block_size
+                state.states |= {block: found for block, found in state.found.items() if found == place}
         for cause in self.stager.failures():
             self._counters.failed("load", cause)
 
@@ -773,8 +783,9 @@ class PrefixCacheScheduler:
         into any free block. A state at which no hit can end is left out.
         """
         for state in self._requests.values():
-            for block_id in set(state.states) if self._options.others else fresh & state.states.keys():
-                del state.states[block_id]
+            for states in (state.states, state.found):
+                for block_id in set(states) if self._options.others else fresh & states.keys():
+                    del states[block_id]
         for request_id, offered in boundary_states(scheduler_output).items():
             found = self._requests.get(request_id)
             if found is not None and self.saves and not found.excluded:

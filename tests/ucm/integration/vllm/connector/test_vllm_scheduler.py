@@ -12,7 +12,7 @@ import pytest
 
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.integration.vllm.connector.simulation.truth import RING, STATE
-from tests.ucm.integration.vllm.connector.simulation.vllm_runs import serve
+from tests.ucm.integration.vllm.connector.simulation.vllm_runs import check_stored, serve
 from tests.ucm.integration.vllm.connector.test_simulation import prompts
 
 pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
@@ -135,6 +135,50 @@ if hands_over_states():
         more = ["copies"] if setting.hash_tokens else []
         happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13), *more)
         print(name, dict(happened))
+
+    @pytest.mark.parametrize("group", [0, 1, 2])
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_what_one_rank_lacks_is_not_found_and_is_saved_again(
+        clock: SimulatedClock, tmp_path: Path, rank: int, group: int
+    ) -> None:
+        """Also where vLLM's own cache serves the prefix meanwhile: it hands over a state once."""
+        chance = random.Random(3)  # noqa: S311 - no secret
+        setting = Setting(groups=_HYBRID, blocks=72, ranks=2)
+        truth = setting.truth()
+
+        def run(engine: VllmEngine) -> int:
+            """Serve the prompt; return how many blocks were loaded."""
+            before = engine.happened["loads"]
+            engine.submit(list(range(1, 31)), 6)
+            while engine.scheduler.has_requests():
+                engine.turn()
+                clock.run_until_idle()
+            engine.drain()
+            visible(engine)
+            return engine.happened["loads"] - before
+
+        def lose() -> set[Path]:
+            found = set(tmp_path.glob(f"store/*tp{rank}of2*-g{group}-*/*/*"))
+            for path in found:
+                path.unlink()
+            return found
+
+        first = VllmEngine(setting, tmp_path, chance, truth, clock)
+        assert not run(first)
+        lost = lose()
+        assert lost
+        assert not run(first)  # vLLM has all of it
+        back = {path for path in lost if path.exists()}
+        assert back
+        check_stored(first)
+        first.close()
+        second = VllmEngine(setting, tmp_path, chance, truth, clock)
+        assert run(second) == 7 + 2  # the attention's blocks, and a state of each other group
+        second.close()
+        lose()
+        third = VllmEngine(setting, tmp_path, chance, truth, clock)
+        assert not run(third)
+        third.close()
 
 
 @pytest.mark.parametrize("name", ENGINES)
