@@ -75,6 +75,10 @@ HYBRIDS = {
     "chunks": Setting(groups=_HYBRID, blocks=72, stored_tokens=8, ranks=2, failing_loads=0.1, aborts=0.1),
     "announced late": Setting(groups=_HYBRID, blocks=48, announced_late=True, aborts=0.2),
     "announced late, asynchronous": Setting(groups=_HYBRID, blocks=48, announced_late=True, asynchronous=True),
+    # A step zeroes blocks that the last one saves, before it is announced: wrong tokens unless steps wait for copies.
+    "on a device, announced late": Setting(
+        groups=_HYBRID, blocks=28, running=6, budget=40, announced_late=True, staged=True, ranks=2, aborts=0.1
+    ),
     "prompts alone": Setting(groups=_HYBRID, blocks=48, save_decode_blocks=False),
     "hits within a block": Setting(
         groups=((8, None, 2), (8, STATE, 2), (8, STATE, 2)), blocks=48, ranks=2, hash_tokens=4, aborts=0.1

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from math import gcd, lcm
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -125,6 +126,9 @@ class VllmEngine:
         self._patched.enter_context(patch.object(sides, "OpeningStore", self._open_in_worker))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
+        if setting.staged:
+            device = SimpleNamespace(device=SimpleNamespace(type="a device"))
+            self._patched.enter_context(patch.object(sides, "tensors_of", lambda _: (device,)))
         # vLLM's factory gives connectors no clock.
         self._patched.enter_context(
             patch.object(self.kind, "__init__", partialmethod(self.kind.__init__, clock=clock))  # type: ignore[misc]
