@@ -396,7 +396,7 @@ def zeroes_blocks(kv_cache_config: KVCacheConfig | None) -> bool:
 
 def is_transferred(group: Any) -> bool:
     """Return whether connectors may move the blocks of a KV-cache group, and these lie in the KV cache's memory."""
-    return bool(getattr(group, "enable_kv_transfer", True)) and not getattr(group, "host_resident", False)
+    return bool(getattr(group, "enable_kv_transfer", True)) and not optional(group, "host_resident")
 
 
 def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, Any]:
@@ -412,12 +412,12 @@ def retained_tokens(spec: Any) -> int:
 
 def replayed_tokens(spec: Any) -> int:
     """Return how many of a hit's tokens vLLM computes again to rebuild a layer's window (from 0.32.0 on)."""
-    return int(getattr(spec, "prefix_replay_tokens", 0))
+    return int(optional(spec, "prefix_replay_tokens", 0))
 
 
 def attends_ahead(spec: Any) -> bool:
     """Return whether prompt tokens attend to later ones, as in prefix language models."""
-    return bool(getattr(spec, "non_causal", False))
+    return bool(optional(spec, "non_causal"))
 
 
 def page_bytes(spec: Any) -> int | None:
