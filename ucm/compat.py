@@ -395,8 +395,8 @@ def zeroes_blocks(kv_cache_config: KVCacheConfig | None) -> bool:
 
 
 def is_transferred(group: Any) -> bool:
-    """Return whether connectors may move the blocks of a KV-cache group."""
-    return bool(getattr(group, "enable_kv_transfer", True))
+    """Return whether connectors may move the blocks of a KV-cache group, and these lie in the KV cache's memory."""
+    return bool(getattr(group, "enable_kv_transfer", True)) and not optional(group, "host_resident")
 
 
 def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, Any]:
@@ -408,6 +408,16 @@ def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, A
 def retained_tokens(spec: Any) -> int:
     """Return how many tokens beyond a sliding window a layer keeps."""
     return int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def replayed_tokens(spec: Any) -> int:
+    """Return how many of a hit's tokens vLLM computes again to rebuild a layer's window (from 0.32.0 on)."""
+    return int(optional(spec, "prefix_replay_tokens", 0))
+
+
+def attends_ahead(spec: Any) -> bool:
+    """Return whether prompt tokens attend to later ones, as in prefix language models."""
+    return bool(optional(spec, "non_causal"))
 
 
 def page_bytes(spec: Any) -> int | None:

@@ -30,7 +30,7 @@ import numpy as np
 from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
-from ucm.integration.vllm.connector.kv_cache import CacheGroups, longest_hit
+from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.factory import open_store, remove_blocks
@@ -290,7 +290,7 @@ class DebugConnector:
             tokens = hit_length(self.settings, groups, present, len(token_ids))
             seconds = time.perf_counter() - began
         self.timings.add("lookup", seconds)
-        leading = CacheGroups(tuple(groups)).leading
+        leading = next((place for place, group in enumerate(groups) if group.needs_all), 0)
         missing = [key.hex() for key, there in zip(keys[leading], present[leading], strict=True) if not there]
         return Found(len(token_ids), tokens, next(iter(missing), ""), seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -179,8 +180,7 @@ class Recurrent:
     """The engines of a model with recurrent layers."""
 
     def __init__(self, runs: PrefixRuns, directory: Path) -> None:
-        from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
-        from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415
+        from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, write_tiny_model  # noqa: PLC0415
 
         environment, batches = runs.environments[False], long_requests()
@@ -190,19 +190,62 @@ class Recurrent:
         self.reference, _ = run(runs.environments[None], directory / "reference", engine, None, batches)
         direct = {**engine, **connector(posix(store))}
         self.cold, self.cold_log = run(environment, directory / "cold", direct, store, batches)
-        copies = {what: directory / what for what in ("states", "attention", "lost")}
-        self.damaged = {}
-        for copied in copies.values():
-            shutil.copytree(store, copied)
         layer_wise = connector(posix(store), "UCMLayerWiseConnector")
         self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **layer_wise}, None, batches)
-        files = {what: of_group(copied, states=what != "attention") for what, copied in copies.items()}
-        self.changed = {what: damage_some(files[what], seed=1) for what in ("states", "attention")}
-        for path in files["lost"]:
-            path.unlink()
-        for what, copied in copies.items():
-            broken = {**engine, **connector(posix(copied))}
-            self.damaged[what] = run(environment, directory / f"{what} run", broken, None, batches)[0]
+        self.rounds = campaign(environment, directory / "campaign", engine)
+
+
+@dataclass
+class Round:
+    """Prompts that an engine computed, and answered again after some of their blocks were damaged or lost.
+
+    Attributes:
+        computed: The answers of the first time.
+        again: Those of the second time.
+        changed: How many blocks were damaged or lost.
+    """
+
+    computed: list[Answer]
+    again: list[Answer]
+    changed: int
+
+
+#: What happens to blocks: of which groups, and whether they are lost, all of them, instead of damaged, about half.
+CHANGES = {
+    "damaged states": ({True}, False),
+    "damaged attention": ({False}, False),
+    "both damaged": ({True, False}, False),
+    "lost states": ({True}, True),
+    "lost attention": ({False}, True),
+}
+#: How often each happens, and to how many prompts at a time.
+ROUNDS, PROMPTS = 1, 4
+
+
+def campaign(environment: Environment, directory: Path, engine: Mapping[str, Any]) -> dict[str, list[Round]]:
+    """Change blocks of one group or another behind an engine's back; return what it answered."""
+    from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files, wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
+
+    rounds: dict[str, list[Round]] = {what: [] for what in CHANGES}
+    store = directory / "store"
+    with PrefixEngine(environment, directory / "engine", {**engine, **connector(posix(store))}, IN_PROCESS) as started:
+        for number in range(ROUNDS):
+            for what, (kinds, lost) in CHANGES.items():
+                # Two blocks and a half each, so that a prefix has several blocks and a state.
+                prompts = [prompt(5 * STATE_BLOCK // 2, f"{what} {number} {n}") for n in range(PROMPTS)]
+                batch, before = [request(tokens, 24) for tokens in prompts], set(block_files(store).values())
+                computed = started.generate(batch)
+                wait_for_quiet(store)
+                files = [path for kind in kinds for path in of_group(store, states=kind) if path not in before]
+                changed = len(files) if lost else damage_some(files, seed=number)
+                for path in files if lost else ():
+                    path.unlink()
+                assert started.reset()
+                rounds[what].append(Round(computed, started.generate(batch), changed))
+    return rounds
 
 
 def of_group(store: Path, *, states: bool) -> list[Path]:
@@ -235,16 +278,13 @@ def test_as_much_is_found_as_in_the_engines_own_memory(recurrent: Recurrent) -> 
     assert found(recurrent.warm, 0) == found(recurrent.warm, 1) == kept
 
 
-@pytest.mark.parametrize("what", ["states", "attention"])
-def test_a_damaged_state_or_block_is_computed(recurrent: Recurrent, what: str) -> None:
-    assert recurrent.changed[what] > 5
-    answers = recurrent.damaged[what]
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
-    cached, intact = (sum(answer.cached or 0 for answer in some) for some in (answers, recurrent.warm))
-    assert cached < intact
-
-
-def test_without_states_the_blocks_of_attention_are_of_no_use(recurrent: Recurrent) -> None:
-    answers = recurrent.damaged["lost"]
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in recurrent.reference]
-    assert found(answers, 0) == found(recurrent.cold, 0)
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_damaged_or_lost_state_or_block_is_computed(recurrent: Recurrent, what: str) -> None:
+    _, lost = CHANGES[what]
+    for one in recurrent.rounds[what]:
+        assert one.changed >= PROMPTS
+        assert [answer.tokens for answer in one.again] == [answer.tokens for answer in one.computed]
+        assert {answer.cached for answer in one.computed} == {0}
+        cached = [answer.cached or 0 for answer in one.again]
+        assert sum(cached) < PROMPTS * 2 * STATE_BLOCK
+        assert not (lost and any(cached))  # a state without attention is of no use, and the other way round

@@ -191,7 +191,7 @@ def test_no_message_names_an_option_that_only_some_releases_have() -> None:
     root = Path(ucm.__file__).parent
     texts = [text for room in ROOMS for path in (root / room).rglob("*.py") for text in spoken(path)]
     found = {option for text in texts for option in OPTION.findall(text)}
-    by_release = {"attention-backend", "no-async-scheduling"}
+    by_release = {"attention-backend", "no-async-scheduling", "no-swa-bounded-replay"}
     assert found <= EVERYWHERE | NOT_VLLMS | by_release, found - EVERYWHERE - NOT_VLLMS - by_release
 
 

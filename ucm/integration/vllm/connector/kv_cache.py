@@ -2,7 +2,9 @@
 
 A model with one kind of attention has one group. With hybrid KV-cache groups each group has its own block ids: full
 attention needs every block of a prefix, a sliding window only the blocks that its window reaches from the prefix's end,
-and recurrent layers (Mamba, gated delta nets, short convolutions) the one block with the state at the prefix's end.
+chunked local attention those of the attention chunk that the prefix ends in, and recurrent layers (Mamba, gated delta
+nets, short convolutions) the one block with the state at the prefix's end. Of a ring with the keys of tokens that are
+still to be compressed, nothing is needed: a prefix of full blocks leaves none.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import (
+    attends_ahead,
     is_transferred,
     kv_cache_layout,
     layer_specs,
     optional,
     page_bytes,
+    replayed_tokens,
     retained_tokens,
 )
 from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
@@ -30,12 +34,23 @@ if TYPE_CHECKING:
 
     from ucm.vllm_types import KVCacheConfig
 
-#: Specifications whose blocks hold everything that their layers need of a prefix. Compared by exact class name, because
-#: a subclass may keep state elsewhere.
+#: Specifications by what their layers need of a prefix. Compared by exact class name, because a subclass may keep state
+#: elsewhere.
 FULL_ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec"}
-SLIDING_WINDOW = {"SlidingWindowSpec"}
+SLIDING_WINDOW = {"SlidingWindowSpec", "SlidingWindowMLASpec"}
+LOCAL_ATTENTION = {"ChunkedLocalAttentionSpec"}
 #: Of recurrent layers: a block holds the state after all tokens up to its end, whatever its layers keep there.
 RECURRENT = {"MambaSpec"}
+#: Of compressing layers: one block per request, with the keys of a group of tokens that is not full. Groups end where
+#: blocks of the compressed KV end, so vLLM's own hits need no such block either.
+RING = {"CircularBufferSpec"}
+#: Why others are refused, where a reason is known.
+_REFUSED = {
+    "RSWASpec": "whose KV depends on where the prompt ended",
+    "SinkFullAttentionSpec": "whose sinks lie outside of a request's blocks",
+    "CrossAttentionSpec": "whose KV is that of an encoder's input",
+    "HiddenStateCacheSpec": "whose hidden states a request must compute to have them extracted",
+}
 UNIFORM = "UniformTypeKVCacheSpecs"
 #: The attributes of specifications that decide how a block's bytes are read.
 _SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "shapes", "dtypes")
@@ -51,13 +66,15 @@ class CacheGroup:
     Args:
         index: The group's index in vLLM.
         block_size: Tokens per block of vLLM.
-        window: Tokens that a sliding window reaches back, including the current one; None for others.
+        window: Tokens that a sliding window reaches back, including the current one, or the tokens of an attention
+            chunk; None for others.
         page_sizes: Bytes of a block by layer name, without padding; empty where the release does not provide them.
         layer_names: The group's layers; empty where the release does not provide them, meaning all registered ones.
         spec: vLLM's ``KVCacheSpec``; None where the release does not provide it.
         chunk_blocks: Consecutive blocks that are stored as one: a chunk, with the key of its last block.
         is_recurrent: Whether a block holds a state instead of KV. vLLM keeps a state for some block ends only, and says
             which, see `ucm.compat.boundary_states`.
+        is_local: Whether tokens attend to those of their attention chunk only (chunked local attention).
     """
 
     index: int
@@ -68,6 +85,7 @@ class CacheGroup:
     spec: Any = None
     chunk_blocks: int = 1
     is_recurrent: bool = False
+    is_local: bool = False
 
     @property
     def needs_all(self) -> bool:
@@ -97,8 +115,13 @@ class CacheGroup:
         if self.needs_all:
             return 0
         # A state is read like the last token of a window.
-        reach = 1 if self.window is None else self.window - 1
+        reach = 1 if self.window is None else num_tokens % self.window if self.is_local else self.window - 1
         return max(0, num_tokens - reach) // self.block_size
+
+    def is_reached(self, chunk: int, step: int) -> bool:
+        """Return whether a prefix of a multiple of ``step`` tokens needs a chunk: if any does, then the shortest."""
+        end = (chunk + 1) * self.chunk_tokens
+        return self.needs_all or chunk in self.needed(0, -(-end // step) * step)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return how many blocks a request of so many tokens holds at most, with one for the tokens to come."""
@@ -148,12 +171,14 @@ class CacheGroups:
     """All groups of a model.
 
     Args:
-        groups: In vLLM's order.
+        groups: Those whose blocks are stored, in vLLM's order.
+        rings: The others, of which a prefix needs nothing.
         layout: vLLM's name for the order of a block's dimensions; empty where the release does not provide it.
     """
 
     groups: tuple[CacheGroup, ...]
     layout: str = ""
+    rings: tuple[CacheGroup, ...] = ()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -163,7 +188,7 @@ class CacheGroups:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Each group's window in tokens; None for others."""
-        return tuple(group.window for group in self.groups)
+        return tuple(group.window for group in (*self.groups, *self.rings))
 
     @property
     def has_states(self) -> bool:
@@ -173,12 +198,12 @@ class CacheGroups:
     @property
     def leading(self) -> int:
         """The index of the group whose blocks tell how long a prefix is: the first that needs all, if there is one."""
-        return next((group.index for group in self.groups if group.needs_all), 0)
+        return next((group.index for group in self.groups if group.needs_all), self.groups[0].index)
 
     @property
     def alignment(self) -> int:
         """The number of tokens at whose multiples every group has a chunk boundary."""
-        return lcm(*(group.chunk_tokens for group in self.groups))
+        return lcm(*(group.chunk_tokens for group in (*self.groups, *self.rings)))
 
     def staged_bytes(self, num_tokens: int, ranks: Mapping[int, int]) -> int:
         """Return the size in bytes of the rows that stage a prefix; 0 where the release does not provide page sizes.
@@ -207,18 +232,27 @@ def cache_groups(vllm_config: Any, kv_cache_config: KVCacheConfig | None, chunk_
         size = vllm_config.cache_config.block_size
         return in_chunks(CacheGroups((CacheGroup(0, size, None, {}, ()),)), chunk_tokens)
     found = [_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
-    if not found:
+    rings = {group.index for group in found if _kinds(group.spec) <= RING}
+    stored = tuple(group for group in found if group.index not in rings)
+    if not stored:
         raise UnsupportedModelError(
             "the model has no KV cache", where="kv_transfer_config", fix="run it without a connector"
         )
-    return in_chunks(CacheGroups(tuple(found), kv_cache_layout(kv_cache_config) or ""), chunk_tokens)
+    if all(group.is_local for group in stored):
+        raise UnsupportedModelError(
+            "the model has chunked local attention alone: some prefixes need no block, and vLLM waits for a load",
+            fix="run this model without a UCM connector",
+        )
+    others = tuple(group for group in found if group.index in rings)
+    return in_chunks(CacheGroups(stored, kv_cache_layout(kv_cache_config) or "", others), chunk_tokens)
 
 
 def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
     """Return groups whose blocks are stored in chunks of as many tokens, rounded up so that all groups' blocks fit.
 
-    A chunk is saved as a whole, so a sliding window must reach all of its blocks when the last one is filled. Blocks of
-    shorter windows are stored alone. Beside states all are: a hit ends with a chunk, and few chunks end with a state.
+    A chunk is saved as a whole, so a sliding window must reach all of its blocks when the last one is filled, and an
+    attention chunk must contain whole ones. Other blocks are stored alone. Beside states all are: a hit ends with a
+    chunk, and few chunks end with a state.
 
     Args:
         groups: The groups.
@@ -231,7 +265,7 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
         groups,
         groups=tuple(
             replace(group, chunk_blocks=size // group.block_size)
-            if size and (group.window is None or group.window >= size)
+            if size and (group.window is None or (not group.window % size if group.is_local else group.window >= size))
             else group
             for group in groups.groups
         ),
@@ -241,29 +275,47 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
 def _group(index: int, group: Any) -> CacheGroup:
     specs = layer_specs(group.kv_cache_spec, group.layer_names)
     for name, spec in specs.items():
-        kind = type(spec).__name__
-        if kind not in FULL_ATTENTION | SLIDING_WINDOW | RECURRENT or not is_transferred(group):
+        reason, fix = _refusal(group, spec)
+        if reason:
             raise UnsupportedModelError(
-                f"KV-cache group {index} is of kind {kind}, which cannot be restored from stored blocks",
-                where=f"layer {name}",
-                fix="run this model without a UCM connector",
+                f"KV-cache group {index} is of kind {type(spec).__name__}, {reason}", where=f"layer {name}", fix=fix
             )
     first = next(iter(specs.values()))
-    windows = {_window(spec) for spec in specs.values()}
-    recurrent = {type(spec).__name__ in RECURRENT for spec in specs.values()}
-    if len(recurrent) > 1:
+    kinds = _kinds(group.kv_cache_spec)
+    if len({kind in RECURRENT | RING and kind for kind in kinds}) > 1:
         raise UnsupportedModelError(
             f"KV-cache group {index} has recurrent layers and others", fix="run this model without a UCM connector"
         )
+    windows = {_window(spec) for spec in specs.values()}
     return CacheGroup(
         index=index,
         block_size=first.block_size,
         window=None if None in windows else max(w for w in windows if w is not None),
-        is_recurrent=True in recurrent,
+        is_recurrent=kinds <= RECURRENT,
+        is_local=kinds <= LOCAL_ATTENTION,
         page_sizes={name: _unpadded(spec) for name, spec in specs.items()},
         layer_names=tuple(group.layer_names),
         spec=group.kv_cache_spec,
     )
+
+
+def _kinds(spec: Any) -> set[str]:
+    """Return the class names of the layers' specifications in a group."""
+    return {type(one).__name__ for one in layer_specs(spec).values()}
+
+
+def _refusal(group: Any, spec: Any) -> tuple[str, str]:
+    """Return why a layer's KV cannot be restored from stored blocks, and what to do; empty if it can."""
+    kind, fix = type(spec).__name__, "run this model without a UCM connector"
+    if not is_transferred(group):
+        return "whose blocks vLLM keeps elsewhere", fix
+    if replayed_tokens(spec):
+        return "whose window vLLM rebuilds after a hit from fewer tokens", "start vLLM with --no-swa-bounded-replay"
+    if attends_ahead(spec):
+        return "whose tokens attend to later ones", fix
+    if kind in FULL_ATTENTION | SLIDING_WINDOW | LOCAL_ATTENTION | RECURRENT | RING:
+        return "", ""
+    return _REFUSED.get(kind, "which cannot be restored from stored blocks"), fix
 
 
 def _shape(spec: Any) -> list[str]:
@@ -272,9 +324,10 @@ def _shape(spec: Any) -> list[str]:
 
 
 def _window(spec: Any) -> int | None:
-    if type(spec).__name__ not in SLIDING_WINDOW:
-        return None
-    return int(spec.sliding_window) + retained_tokens(spec)
+    kind = type(spec).__name__
+    if kind in LOCAL_ATTENTION:
+        return int(spec.attention_chunk_size)
+    return int(spec.sliding_window) + retained_tokens(spec) if kind in SLIDING_WINDOW else None
 
 
 def _unpadded(spec: Any) -> int:

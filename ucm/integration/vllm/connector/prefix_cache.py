@@ -176,6 +176,7 @@ class RequestState:
         used: When the stores were last told that it uses its blocks, in spans of ``touch_seconds``.
         states: The states to save, by block: the group, and the tokens up to the state.
         awaited: Tokens that a prefill engine says it has saved, until the first lookup has ended.
+        found: The states that vLLM's own cache had, to save those that the stores have lost.
     """
 
     request: Request
@@ -194,6 +195,7 @@ class RequestState:
     used: float = -1.0
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
     awaited: int = 0
+    found: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
@@ -230,6 +232,8 @@ class PrefixCacheScheduler:
     ) -> None:
         self._clock = clock
         self._groups, self._alignment, self._has_states = groups, groups.alignment, groups.has_states
+        #: By vLLM's numbers.
+        self._stored = {group.index: group for group in groups.groups}
         self._key_source = key_source
         self.stager = stager
         self._counters = counters
@@ -368,7 +372,6 @@ class PrefixCacheScheduler:
         """
         self.step += 1
         self._end_holds(self.step - self._options.batches)
-        self._take_answers()
         plan = StepPlan(
             self.step,
             self.namespace,
@@ -378,6 +381,7 @@ class PrefixCacheScheduler:
             confirmed=self._confirmed if self._options.confirms else None,
         )
         fresh = self._take_blocks(scheduler_output)
+        self._take_answers()
         for request_id, load in self._to_load.items():
             plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
@@ -437,11 +441,18 @@ class PrefixCacheScheduler:
         if self._options.others:
             self._exclude_others(admitted)
         for request_id, ids, computed in admitted:
-            for group, group_ids in zip(self._groups.groups, ids, strict=True):
-                fresh.update(group_ids[computed // group.block_size :])
+            for index, group_ids in enumerate(ids):
+                group = self._stored.get(index)
+                fresh.update(group_ids if group is None else group_ids[computed // group.block_size :])
             state = self._requests.get(request_id)
             if state is not None:
                 state.block_ids = ids
+                # vLLM hands over a state once, when it is computed; a store may lose it while vLLM's cache serves it.
+                state.found = {
+                    ids[group.index][computed // group.block_size - 1]: (group.index, computed)
+                    for group in self._groups.groups
+                    if group.is_recurrent and computed and not computed % self._alignment
+                }
                 self._loading.pop(request_id, None)
                 # The engine may read an adapter's files in this step, even if it had read them before.
                 state.confirmed, state.begun = not self._key_source.may_change(state.request), self.step
@@ -575,7 +586,7 @@ class PrefixCacheScheduler:
         return self._requests[request_id]
 
     def _new_state(self, request: Request) -> RequestState:
-        count = len(self._groups.groups)
+        count = len(self._groups.groups) + len(self._groups.rings)
         state = RequestState(request, [[] for _ in range(count)], [0] * count, awaited=saved_tokens(request))
         if is_streaming(request):
             # A streaming session replaces computed tokens, so its blocks have no lasting keys. But vLLM caches what it
@@ -668,7 +679,8 @@ class PrefixCacheScheduler:
 
     def _whole(self, state: RequestState) -> int:
         """Return the number of blocks of a whole request."""
-        return sum(group.most_blocks(state.request.num_tokens) for group in self._groups.groups)
+        stored = sum(group.most_blocks(state.request.num_tokens) for group in self._groups.groups)
+        return stored + len(self._groups.rings)
 
     def _let_go(self, state: RequestState) -> None:
         if state.lookup is not None:
@@ -700,7 +712,7 @@ class PrefixCacheScheduler:
                 continue
             keys = self._keys(request, group, 0, chunks)
             last = min(num_computed_tokens, lasting) // group.chunk_tokens
-            begin = last if group.is_recurrent else group.first_needed(num_computed_tokens) // group.chunk_blocks
+            begin = group.first_needed(num_computed_tokens) // group.chunk_blocks
             expected = range(min(begin, last), last)
             state.saved[group.index] = max(state.saved[group.index], last)
             self.stager.use(Use(request.request_id, group, keys, expected))
@@ -714,13 +726,15 @@ class PrefixCacheScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.saved[group] = min(state.saved[group], missing)
+                place = group, (missing + 1) * self._stored[group].block_size
+                state.states |= {block: found for block, found in state.found.items() if found == place}
         for cause in self.stager.failures():
             self._counters.failed("load", cause)
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
         moves, held = [], []
         lookup, state.lookup = state.lookup, None
-        for group, block_ids in zip(self._groups.groups, load.block_ids, strict=True):
+        for group in self._groups.groups:
             chunks = group.needed(load.start, load.end)
             if chunks:
                 keys = self._keys(state.request, group, chunks.start, chunks.stop)
@@ -728,7 +742,7 @@ class PrefixCacheScheduler:
                     state.request.request_id,
                     group.index,
                     keys,
-                    group.to_load(block_ids, load.start, load.end),
+                    group.to_load(load.block_ids[group.index], load.start, load.end),
                     chunk_blocks=group.chunk_blocks,
                     adapter=adapter_number(state.request),
                     depth=chunks.start,
@@ -753,7 +767,8 @@ class PrefixCacheScheduler:
         """Return saves of the chunks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
         moves: list[BlockMoves] = []
         request, num_tokens = state.request, self._to_store(state, num_tokens)
-        for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
+        for group in self._groups.groups:
+            block_ids = state.block_ids[group.index]
             # After a failed load, or a preemption, fewer tokens are computed than before.
             computed = request.num_computed_tokens // group.chunk_tokens
             done = computed if self._options.frees_blocks else min(state.saved[group.index], computed)
@@ -776,7 +791,7 @@ class PrefixCacheScheduler:
                 if self.events is not None:
                     self.events.saving(request, group, first, keys, self._parent(request, group, first))
                 for chunk, key in zip(chunks, keys, strict=False):
-                    if (group.index, key) not in saving:
+                    if group.is_reached(chunk, self._alignment) and (group.index, key) not in saving:
                         saving.add((group.index, key))
                         found.keys.append(key)
                         found.block_ids += group.blocks_of(block_ids, chunk)
@@ -789,16 +804,17 @@ class PrefixCacheScheduler:
         """Note the states that a step leaves, except those that vLLM found or we loaded; forget those it may overwrite.
 
         A block keeps its state until vLLM writes it, even if the request no longer holds it; or another connector does,
-        into any free block. A state within a block is left out: it has no key.
+        into any free block. A state at which no hit can end is left out.
         """
         for state in self._requests.values():
-            for block_id in set(state.states) if self._options.others else fresh & state.states.keys():
-                del state.states[block_id]
+            for states in (state.states, state.found):
+                for block_id in set(states) if self._options.others else fresh & states.keys():
+                    del states[block_id]
         for request_id, offered in boundary_states(scheduler_output).items():
             found = self._requests.get(request_id)
             if found is not None and self.saves and not found.excluded:
                 for index, block_id, tokens in offered:
-                    if tokens > found.known and not tokens % self._groups.groups[index].block_size:
+                    if tokens > found.known and not tokens % self._alignment:
                         found.states[block_id] = index, tokens
 
     def _state_saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:
@@ -808,8 +824,8 @@ class PrefixCacheScheduler:
             return moves
         request, num_tokens = state.request, self._to_store(state, num_tokens)
         for block_id, (index, tokens) in state.states.items():
-            depth = tokens // self._groups.groups[index].block_size - 1
-            keys = self._keys(request, self._groups.groups[index], depth, depth + 1) if tokens <= num_tokens else []
+            depth = tokens // self._stored[index].block_size - 1
+            keys = self._keys(request, self._stored[index], depth, depth + 1) if tokens <= num_tokens else []
             if not keys or (index, keys[0]) in saving:
                 continue
             saving.add((index, keys[0]))

@@ -466,8 +466,8 @@ class WorkerSide:
             tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
         )
         memory = HostMemory if self._on_host else DeviceMemory
-        groups = stored_groups(self._vllm_config, self._kv_cache_config, self._settings).groups
-        self._memories = [memory(group, kv_caches, num_blocks, about) for group in groups]
+        self._groups = stored_groups(self._vllm_config, self._kv_cache_config, self._settings)
+        self._memories = [memory(group, kv_caches, num_blocks, about) for group in self._groups.groups]
         said = "; ".join(
             LAYERS.format(len(one.layouts), one.group.stored_as, one.group.chunk_tokens, one.geometry.nbytes)
             for one in self._memories
@@ -579,8 +579,7 @@ class WorkerSide:
             )
 
     def _create_worker(self, namespace: str) -> TransferWorker:
-        config = self._vllm_config
-        groups = CacheGroups(tuple(memory.group for memory in self._memories))
+        config, groups = self._vllm_config, self._groups
         states = groups.has_states
         policy = load_policy(self._connector_base, groups.windows, self._settings.connector, has_states=states)
         # A layer of a micro-batch is computed before the same layer of the whole batch.

@@ -427,7 +427,7 @@ class Stager:
     def _find(self, lookup: Lookup) -> int:
         query, slab = lookup.query, self._slab
         present = [
-            self._with_computed(group, query, self._present(group, keys))
+            self._with_computed(group, query, self._present(group, keys, query.computed // group.chunk_tokens))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
         ]
         lookup.awaits = bool(query.awaited) and self._published(query, present) < query.awaited
@@ -460,16 +460,22 @@ class Stager:
                     again = True
         return again
 
-    def _present(self, group: CacheGroup, keys: list[BlockKey]) -> list[bool]:
-        """Return which blocks of a group all ranks have."""
+    def _present(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
+        """Return which chunks of a group, from ``first`` on, all ranks have, or no hit needs."""
         stores = self._stores[group.index]
         if group.needs_all:
             count = len(keys)
             for store in stores:
                 count = store.lookup_on_prefix(keys[:count])
             return [True] * count
-        rows = [store.lookup(keys) for store in stores]
-        return [all(row) for row in zip(*rows, strict=True)]
+        reached = self._reached(group, keys, first)
+        rows = [store.lookup([keys[place] for place in reached]) for store in stores]
+        there = dict(zip(reached, map(all, zip(*rows, strict=True)), strict=True))
+        return [there.get(place, True) for place in range(len(keys))]
+
+    def _reached(self, group: CacheGroup, keys: Sequence[BlockKey], first: int) -> list[int]:
+        """Return the places, among keys of chunks from ``first`` on, of those that a hit can need."""
+        return [place for place in range(len(keys)) if group.is_reached(first + place, self._alignment)]
 
     def _claim(
         self, lookup: Lookup, end: int, present: list[list[bool]]
@@ -605,8 +611,9 @@ class Stager:
             use = self._uses.popleft()
             missing: int | None = use.expected.start
             try:
+                keys = [use.keys[place] for place in self._reached(use.group, use.keys, 0)]
                 for store in self._stores[use.group.index]:
-                    store.renew(use.keys)
+                    store.renew(keys)
                 missing = self._first_missing(use)
             except Exception:  # noqa: BLE001 - blocks that cannot be looked up count as missing
                 get_logger(__name__).exception("[UCM.Save] a lookup failed unexpectedly")
@@ -617,7 +624,7 @@ class Stager:
         """Return the index of the first expected block that a rank lacks; None if there is none."""
         if not use.expected:
             return None
-        there = self._present(use.group, use.keys[use.expected.start : use.expected.stop])
+        there = self._present(use.group, use.keys[use.expected.start : use.expected.stop], use.expected.start)
         count = there.index(False) if False in there else len(there)
         return use.expected.start + count if count < len(use.expected) else None
 

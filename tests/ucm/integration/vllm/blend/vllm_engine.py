@@ -51,7 +51,7 @@ class Caches:
 
     def __init__(self, memory: KVMemory, truth: Truth) -> None:
         self._memory, self._truth = memory, truth
-        self._size = memory.groups.groups[0].block_size
+        self._size = memory.groups[0].block_size
         self.names = list(memory.layers)
         self.geometry = BlockGeometry((2 * PIECE * 2 * 8,) * len(self.names), b"cells of a test.")
         self._rows: Any = None

@@ -89,16 +89,13 @@ class MambaSpec:
     page_size_bytes: int = 1024
 
 
+@dataclass
 class CircularBufferSpec:
-    block_size = 16
-    page_size_bytes = 64
+    block_size: int = 16
+    page_size_bytes: int = 64
 
 
 class SinkFullAttentionSpec(FullAttentionSpec):
-    pass
-
-
-class ChunkedLocalAttentionSpec(FullAttentionSpec):
     pass
 
 
@@ -106,8 +103,38 @@ class CrossAttentionSpec(FullAttentionSpec):
     pass
 
 
-class SlidingWindowMLASpec(SlidingWindowSpec):
+class RSWASpec(FullAttentionSpec):
     pass
+
+
+class HiddenStateCacheSpec(MLAAttentionSpec):
+    pass
+
+
+class OwnSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class ChunkedLocalAttentionSpec:
+    block_size: int = 16
+    attention_chunk_size: int = 48
+    page_size_bytes: int = 512
+
+
+@dataclass
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    """Since 0.32.0."""
+
+    prefix_replay_tokens: int = 0
+
+
+@dataclass
+class PrefixSpec(FullAttentionSpec):
+    non_causal: bool = True
+
+
+PrefixSpec.__name__ = "FullAttentionSpec"
 
 
 @dataclass
@@ -295,11 +322,12 @@ def test_releases_without_a_cache_configuration_have_one_group() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        CircularBufferSpec(),
         SinkFullAttentionSpec(),
-        ChunkedLocalAttentionSpec(),
         CrossAttentionSpec(),
-        SlidingWindowMLASpec(),
+        RSWASpec(),
+        HiddenStateCacheSpec(),
+        OwnSpec(),
+        PrefixSpec(),
     ],
     ids=lambda spec: type(spec).__name__,
 )
@@ -310,6 +338,68 @@ def test_what_cannot_be_restored_is_refused_by_its_name(spec: Any, within: bool)
     with pytest.raises(UnsupportedModelError, match=f"group 1 is of kind {kind}") as refused:
         cache_groups(None, config((["a"], FullAttentionSpec()), (["b", "c"], second)))
     assert refused.value.where == ("layer c" if within else "layer b")
+
+
+@pytest.mark.parametrize(
+    ("spec", "more", "says"),
+    [
+        (SlidingWindowMLASpec(prefix_replay_tokens=40), {}, "--no-swa-bounded-replay"),
+        (FullAttentionSpec(), {"host_resident": True}, "keeps elsewhere"),
+        (PrefixSpec(), {}, "attend to later ones"),
+        (OwnSpec(), {}, "cannot be restored"),
+    ],
+    ids=["replay", "host", "prefix", "unknown"],
+)
+def test_a_refusal_says_why_or_what_to_do(spec: Any, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        cache_groups(None, config((["a"], spec), **more))
+
+
+def test_nothing_is_stored_of_a_ring() -> None:
+    ring, full = CircularBufferSpec(block_size=24), FullAttentionSpec(block_size=16)
+    found = cache_groups(None, config((["r"], ring), (["a"], full), (["s"], MambaSpec()), (["t"], ring)))
+    assert [group.index for group in found.groups] == [1, 2]
+    assert [group.index for group in found.rings] == [0, 3]
+    assert found.leading == 1
+    assert found.alignment == 48
+    assert cache_groups(None, config((["r"], ring), (["a"], SlidingWindowSpec()))).leading == 1
+    with pytest.raises(UnsupportedModelError, match="no KV cache"):
+        cache_groups(None, config((["r"], ring)))
+
+
+def test_with_a_ring_a_load_fails_as_a_whole() -> None:
+    """VLLM counts the ring as a group, and takes failed blocks of a model with one group only."""
+    found = cache_groups(None, config((["r"], CircularBufferSpec()), (["a"], FullAttentionSpec())))
+    assert len(found.windows) == 2
+
+
+def test_an_attention_chunk_needs_its_own_blocks_alone() -> None:
+    full, local = FullAttentionSpec(), ChunkedLocalAttentionSpec()
+    found = cache_groups(None, config((["a"], full), (["b"], local))).groups[1]
+    needed = {end: list(found.needed(0, end)) for end in range(0, 129, 16)}
+    assert needed == {0: [], 16: [0], 32: [0, 1], 48: [], 64: [3], 80: [3, 4], 96: [], 112: [6], 128: [6, 7]}
+    assert found.to_load(list(range(10, 18)), 64, 80) == [14]
+    with pytest.raises(UnsupportedModelError, match="chunked local attention alone"):
+        cache_groups(None, config((["b"], local)))
+
+
+def test_an_attention_chunk_of_whole_chunks_is_stored_in_them() -> None:
+    groups = tuple(CacheGroup(number, 16, size, {}, (), is_local=True) for number, size in enumerate((96, 48, 128)))
+    found = in_chunks(CacheGroups((*groups, CacheGroup(3, 16, None, {}, ()))), 32)
+    assert [group.chunk_blocks for group in found.groups] == [2, 1, 2, 2]
+
+
+def test_a_compressed_window_is_a_window() -> None:
+    found = only(config((["a", "b"], SlidingWindowMLASpec(sliding_window=40))))
+    assert (found.window, found.page_sizes) == (40, {"a": 512, "b": 512})
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 60), st.booleans())
+def test_a_chunk_is_reached_if_a_hit_somewhere_needs_it(size: int, more: int, window: int, local: bool) -> None:
+    group, step = CacheGroup(0, size, window, {}, (), is_local=local), size * more
+    for chunk in range(40):
+        ends = range(0, (chunk + 2) * size + window + step, step)
+        assert group.is_reached(chunk, step) == any(chunk in group.needed(0, end) for end in ends)
 
 
 def test_a_group_that_is_not_to_be_transferred_is_refused() -> None:
@@ -335,6 +425,8 @@ def test_a_specification_without_a_size_is_refused() -> None:
 def can_continue(group: CacheGroup, present: list[bool], num_tokens: int) -> bool:
     """By definition: every full block that a token from ``num_tokens`` on may still read is present."""
     reach = 0 if group.window is None else num_tokens - group.window + 1
+    if group.window is not None and group.is_local:
+        reach = num_tokens // group.window * group.window
     for block in range(num_tokens // group.block_size):
         end = (block + 1) * group.block_size
         if end > reach and not (block < len(present) and present[block]):
@@ -345,7 +437,12 @@ def can_continue(group: CacheGroup, present: list[bool], num_tokens: int) -> boo
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[CacheGroup], list[list[bool]], int]:
     sizes = draw(st.sampled_from([[4], [4, 4], [2, 4], [4, 6], [1, 3, 2]]))
-    groups = [CacheGroup(index, size, draw(st.none() | st.integers(1, 30)), {}, ()) for index, size in enumerate(sizes)]
+    kinds = st.tuples(st.none() | st.integers(1, 30), st.booleans())
+    drawn = [draw(kinds) for _ in sizes]
+    groups = [
+        CacheGroup(index, size, window, {}, (), is_local=local and window is not None)
+        for index, (size, (window, local)) in enumerate(zip(sizes, drawn, strict=True))
+    ]
     num_tokens = draw(st.integers(0, 60))
     # Mostly present: otherwise every answer is 0.
     mostly = st.sampled_from([True] * 7 + [False])

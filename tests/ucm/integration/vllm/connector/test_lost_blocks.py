@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
+from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 
 if TYPE_CHECKING:
     from ucm.testing.clock import SimulatedClock
@@ -45,3 +48,21 @@ def test_a_method_that_frees_blocks_saves_what_a_step_fills(clock: SimulatedCloc
     scene.admit(new)
     assert len(moved(scene.run(new, 6, scene.rows).saves)) == 1
     assert len(moved(scene.run(new, 12).saves)) == 3
+
+
+@pytest.mark.parametrize("case", ["lost", "kept", "overwritten", "within a block"])
+def test_a_state_that_vllm_has_and_the_store_lost_is_saved_again(clock: SimulatedClock, case: str) -> None:
+    """From the block with which the request begins, as long as vLLM has not written it."""
+    scene, new = Scene(clock, None, STATE), request(TOKENS)
+    computed, had = 4 * SIZE - (case == "within a block"), scene.fresh(4)
+    chain = scene.keep(TOKENS, group=0)
+    if case == "kept":
+        scene.keep(TOKENS, group=1)
+    scene.admit(new, computed, had)
+    assert not [moves for moves in scene.run(new, 1, scene.rows).saves if moves.group]
+    clock.run_until_idle()
+    assert len(scene.stager._answers) == (case in {"lost", "overwritten"})
+    if case == "overwritten":
+        scene.step({}, new_block_ids_to_zero=[had[-1]])
+    saves = moved([moves for moves in scene.run(new, 1).saves if moves.group])
+    assert saves == ([(chain[3], had[-1])] if case == "lost" else [])

@@ -17,7 +17,7 @@ from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
 from ucm.integration.vllm.connector import kv_cache, sides
 from ucm.integration.vllm.connector.identity import LiveAdapters, LiveWeights
-from ucm.integration.vllm.connector.kv_cache import CacheGroup, HostMemory
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, HostMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan, WeightsReport
 from ucm.integration.vllm.connector.sides import WorkerSide
 from ucm.integration.vllm.connector.transfer_worker import TransferWorker
@@ -227,6 +227,7 @@ class Begun:
         self.cache = tensor((2, 4, 4, 8))
         with patch.object(kv_cache, "_storage", lambda found: memoryview(found.raw)):
             self.side._memories = [HostMemory(group, {"layer": self.cache}, 4, {})]
+        self.side._groups = CacheGroups((group,))
         self._step = 0
 
     def step(self, *blocks: int, authentication: str = "") -> None:
@@ -263,10 +264,10 @@ def test_tokens_are_counted_where_a_hit_loads_all_of_its_blocks(clock: Simulated
     """Not by the states of recurrent layers, which come first in many models: a hit loads one, however long it is."""
     worker = Begun(clock, tmp_path)
     states = CacheGroup(0, 4, None, {}, ("layer",), is_recurrent=True)
+    worker.side._groups = CacheGroups((states, CacheGroup(1, 4, None, {}, ("layer",))))
     with patch.object(kv_cache, "_storage", lambda found: memoryview(found.raw)):
         worker.side._memories = [
-            HostMemory(group, {"layer": worker.cache}, 4, {})
-            for group in (states, CacheGroup(1, 4, None, {}, ("layer",)))
+            HostMemory(group, {"layer": worker.cache}, 4, {}) for group in worker.side._groups.groups
         ]
     worker.step()
     assert worker.side.worker.counted_group == 1

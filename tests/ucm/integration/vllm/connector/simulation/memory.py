@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ucm.integration.vllm.connector.simulation.truth import CELL, STATE, attend, cell, digest, embed, state_after
+from tests.ucm.integration.vllm.connector.simulation.truth import (
+    CELL,
+    POOL,
+    RING,
+    STATE,
+    attend,
+    cell,
+    digest,
+    embed,
+    reach,
+    state_after,
+)
 from tests.ucm.integration.vllm.connector.tensors import Tensor
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 
@@ -45,10 +56,15 @@ def forward(
     Returns:
         The layer's output.
     """
-    if truth.windows[layer] == STATE:
+    if truth.windows[layer] in {STATE, RING}:
         after = []
         for chunk, values in zip(chunks, hidden, strict=True):
-            states = [memory.recur(layer, chunk, values) for memory in memories]
+            states = [
+                memory.recur(layer, chunk, values)
+                if truth.windows[layer] == STATE
+                else memory.pool(layer, chunk, values)
+                for memory in memories
+            ]
             after.append(
                 [digest(value, *map(attend, of_token)) for value, *of_token in zip(values, *states, strict=True)]
             )
@@ -72,40 +88,48 @@ class KVMemory:
     """One worker's KV cache.
 
     Args:
-        groups: The model's groups; groups with blocks of the same size share memory.
+        groups: The model's groups. They share memory, with pages of the largest block.
         num_blocks: The number of blocks.
         rank: The worker's rank.
+        precisions: See `Setting`.
     """
 
-    def __init__(self, groups: CacheGroups, num_blocks: int, rank: int) -> None:
-        self.groups = groups
-        self.rank = rank
-        self.layers = [name for group in groups.groups for name in group.layer_names]
-        self.group_of = [group.index for group in groups.groups for _ in group.layer_names]
+    def __init__(self, groups: CacheGroups, num_blocks: int, rank: int, *, precisions: bool = False) -> None:
+        #: By vLLM's numbers.
+        self.groups = sorted((*groups.groups, *groups.rings), key=lambda group: group.index)
+        self.rank, self._part = rank, 0 if precisions else rank
+        self.layers = [name for group in self.groups for name in group.layer_names]
+        self.group_of = [group.index for group in self.groups for _ in group.layer_names]
         #: Each layer's cache, as registered.
         self.caches: dict[str, Tensor] = {}
         self._cells: list[NDArray[np.uint64]] = []
-        shared: dict[tuple[int, int], NDArray[np.uint8]] = {}
-        for group in groups.groups:
+        shared: dict[int, NDArray[np.uint8]] = {}
+        largest = max(group.block_size for group in self.groups)
+        for group in self.groups:
             for place, name in enumerate(group.layer_names):
-                size = num_blocks * group.block_size * CELL.itemsize
-                raw = shared.setdefault((group.block_size, place), np.full(size, 0xEE, np.uint8))
+                other = precisions and group.needs_all and place % 2 == 1
+                page = largest + other  # padded
+                raw = shared.setdefault(place, np.full(num_blocks * page * CELL.itemsize, 0xEE, np.uint8))
                 cells = 1 if group.is_recurrent else group.block_size
-                self.caches[name] = Tensor(raw, (num_blocks, cells, 1), (group.block_size, 1, 1), CELL)
-                self._cells.append(raw.view(CELL).reshape(num_blocks, group.block_size))
+                self.caches[name] = Tensor(raw, (num_blocks, cells, 1), (page, 1, 1), CELL)
+                if other:
+                    shape = (num_blocks, cells, CELL.itemsize)
+                    strides = (page * CELL.itemsize, CELL.itemsize, 1)
+                    self.caches[name] = Tensor(raw, shape, strides, np.dtype(np.uint8))
+                self._cells.append(raw.view(CELL).reshape(num_blocks, page)[:, : group.block_size])
         self._states: dict[str, int] = {}
 
     def write(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> None:
         """Write the cells of a chunk from the layer's input."""
-        group = self.groups.groups[self.group_of[layer]]
+        group = self.groups[self.group_of[layer]]
         for position, value in enumerate(hidden, chunk.start):
             block = chunk.block_ids[group.index][position // group.block_size]
-            self._cells[layer][block, position % group.block_size] = cell(value, layer, self.rank)
+            self._cells[layer][block, position % group.block_size] = cell(value, layer, self._part)
 
     def prepare(self, zeroed: Sequence[int]) -> None:
         """Zero blocks in the layers with attention, as vLLM does for models with recurrent layers."""
         for layer, group in enumerate(self.group_of):
-            if not self.groups.groups[group].is_recurrent:
+            if not self.groups[group].is_recurrent:
                 self._cells[layer][list(zeroed)] = 0
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
@@ -123,21 +147,21 @@ class KVMemory:
             begins: Whether the step starts or resumes it.
         """
         for layer, group in enumerate(self.group_of):
-            if not self.groups.groups[group].is_recurrent:
+            if not self.groups[group].is_recurrent:
                 continue
-            size, ids = self.groups.groups[group].block_size, chunk.block_ids[group]
+            size, ids = self.groups[group].block_size, chunk.block_ids[group]
             known = None if begins else self._states.get(request_id)
             before = (chunk.start - 1) // size if known is None else known
             now = (chunk.start + len(chunk.tokens) - 1) // size
             if before not in {-1, now}:
                 self._cells[layer][ids[now]] = self._cells[layer][ids[before]]
-        sizes = [group.block_size for group in self.groups.groups if group.is_recurrent]
+        sizes = [group.block_size for group in self.groups if group.is_recurrent]
         if sizes:
             self._states[request_id] = (chunk.start + len(chunk.tokens) - 1) // sizes[0]
 
     def recur(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> list[bytes]:
         """Advance a request's state by a chunk; return the state after each token."""
-        group = self.groups.groups[self.group_of[layer]]
+        group = self.groups[self.group_of[layer]]
         block = chunk.block_ids[group.index][(chunk.start + len(hidden) - 1) // group.block_size]
         state, after = int(self._cells[layer][block, 0]) if chunk.start else 0, []
         for value in hidden:
@@ -146,19 +170,32 @@ class KVMemory:
         self._cells[layer][block, 0] = state
         return after
 
+    def pool(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> list[bytes]:
+        """Write the cells of a chunk into a request's ring; return what each token attends to, its own cell last."""
+        group = self.groups[self.group_of[layer]]
+        ring = self._cells[layer][chunk.block_ids[group.index][0]]
+        context = [ring[at % group.block_size] for at in range(reach(chunk.start, RING), chunk.start)]
+        found = []
+        for position, value in enumerate(hidden, chunk.start):
+            own = CELL.type(cell(value, layer, self._part))
+            context = [*(context if position % POOL else []), own]
+            ring[position % group.block_size] = own
+            found.append(np.array(context, CELL).tobytes())
+        return found
+
     def attend(self, layer: int, chunk: Chunk, window: int | None) -> list[int]:
         """Return the attention output of each token of a chunk, from the cells in memory."""
-        begin = 0 if window is None else max(0, chunk.start + 1 - window)
+        begin = reach(chunk.start, window)
         context = self._at(layer, range(begin, chunk.start + len(chunk.tokens)), chunk.block_ids)
         found = []
         for end in range(chunk.start + 1, chunk.start + len(chunk.tokens) + 1):
-            first = begin if window is None else max(0, end - window)
+            first = reach(end - 1, window)
             found.append(attend(context[first - begin : end - begin].tobytes()))
         return found
 
     def check(self, moves: BlockMoves, failed: set[int], truth: Truth, keys: Keys) -> None:
         """Check that the loaded KV equals the computed one."""
-        group = self.groups.groups[moves.group]
+        group = self.groups[moves.group]
         for key, blocks in moves.chunks():
             right = truth.cells(keys.tokens[key])[self.rank, :, -group.chunk_tokens :]
             for place, block in enumerate(blocks):
@@ -170,7 +207,7 @@ class KVMemory:
                         assert self._cells[layer][block].tolist() == cells[layer].tolist(), "a wrong block was loaded"
 
     def _at(self, layer: int, positions: range, block_ids: list[list[int]]) -> NDArray[np.uint64]:
-        group = self.groups.groups[self.group_of[layer]]
+        group = self.groups[self.group_of[layer]]
         where = np.arange(positions.start, positions.stop)
         table = np.array(block_ids[group.index])
         found: NDArray[np.uint64] = self._cells[layer][table[where // group.block_size], where % group.block_size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from tests.ucm.integration.vllm.connector.simulation.truth import STATE, Truth
+from tests.ucm.integration.vllm.connector.simulation.truth import RING, STATE, Truth
 from tests.ucm.stepping.setting import EngineSetting
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 
@@ -18,7 +18,10 @@ class Setting(EngineSetting):
     """The settings of an engine.
 
     Args:
-        groups: The block size, window (`STATE` for recurrent layers) and number of layers of each group.
+        groups: The block size, window (`STATE` for recurrent layers, see also `reach`) and number of layers of each
+            group.
+        precisions: Whether attention is latent, the same on all ranks, and every second layer of full attention is of
+            another precision and page size.
         stored_tokens: The tokens of a stored chunk; 0: each block is stored alone.
         ranks: The number of workers.
         batches: The number of steps in flight.
@@ -60,6 +63,7 @@ class Setting(EngineSetting):
     staged: bool = False
     announced_late: bool = False
     hash_tokens: int = 0
+    precisions: bool = False
     blocks: int = field(default=24, kw_only=True)
     budget: int = field(default=16, kw_only=True)
     running: int = field(default=4, kw_only=True)
@@ -74,17 +78,22 @@ class Setting(EngineSetting):
             CacheGroup(
                 index,
                 size,
-                None if window == STATE else window,
+                abs(window) if window else None,
                 {},
                 tuple(next(names) for _ in range(count)),
                 is_recurrent=window == STATE,
+                is_local=window is not None and window < 0,
             )
             for index, (size, window, count) in enumerate(self.groups)
         )
-        return in_chunks(CacheGroups(groups), self.stored_tokens)
+        rings = tuple(group for group in groups if group.window == RING)
+        stored = tuple(group for group in groups if group.window != RING)
+        return in_chunks(CacheGroups(stored, rings=rings), self.stored_tokens)
 
     def truth(self) -> Truth:
-        return Truth([window for _, window, count in self.groups for _ in range(count)], self.ranks)
+        return Truth(
+            [window for _, window, count in self.groups for _ in range(count)], self.ranks, replicated=self.precisions
+        )
 
 
 #: Models: full attention; with windows in the same memory; with blocks of another size; only windows.

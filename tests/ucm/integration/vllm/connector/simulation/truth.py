@@ -20,6 +20,23 @@ VOCABULARY = 6
 END = 0
 #: In place of a layer's window: the layer is recurrent. Its cell of a token is its state after it.
 STATE = 0
+#: In place of a layer's window: its cells are in a ring, a block per request, and tokens attend to those of their pool.
+RING, POOL = 1 << 20, 4
+
+
+def reach(position: int, window: int | None) -> int:
+    """Return the first token that a token attends to.
+
+    Args:
+        position: The token's position.
+        window: The layer's attention window; None for full attention, negative for chunks of so many tokens, or `RING`.
+    """
+    if window is None:
+        return 0
+    if window == RING or window < 0:
+        size = POOL if window == RING else -window
+        return position // size * size
+    return max(0, position + 1 - max(window, 1))
 
 
 def digest(*parts: int) -> int:
@@ -56,13 +73,15 @@ class Truth:
     """The model without an engine: like in a transformer, each layer of each rank adds to the next layer's input.
 
     Args:
-        windows: The attention window of each layer; None for full attention, `STATE` for a recurrent layer.
+        windows: The attention window of each layer, see `reach`; `STATE` for a recurrent layer.
         ranks: The number of ranks, each with its own KV.
+        replicated: Whether all ranks have the same KV instead, as latent attention has.
     """
 
-    def __init__(self, windows: Sequence[int | None], ranks: int) -> None:
+    def __init__(self, windows: Sequence[int | None], ranks: int, *, replicated: bool = False) -> None:
         self.windows = tuple(windows)
         self.ranks = ranks
+        self._parts = [0 if replicated else rank for rank in range(ranks)]
         self._cells: dict[tuple[int, ...], NDArray[np.uint64]] = {}
         self._following: dict[tuple[int, ...], int] = {}
 
@@ -76,13 +95,13 @@ class Truth:
                 known[..., :-1] = self.cells(whole[:-1])
                 hidden = embed(whole[-1], len(whole) - 1)
                 for layer, window in enumerate(self.windows):
-                    begin = 0 if window is None else max(0, len(whole) - max(window, 1))
+                    begin = reach(len(whole) - 1, window)
                     if window == STATE:
                         before = known[:, layer, -2] if len(whole) > 1 else np.zeros(self.ranks, CELL)
                         states = [state_after(int(one), hidden, layer, rank) for rank, one in enumerate(before)]
                         known[:, layer, -1] = states
                     else:
-                        known[:, layer, -1] = [cell(hidden, layer, rank) for rank in range(self.ranks)]
+                        known[:, layer, -1] = [cell(hidden, layer, part) for part in self._parts]
                     hidden = digest(hidden, *(attend(row[begin:].tobytes()) for row in known[:, layer]))
                 self._following[whole] = next_token(hidden)
             self._cells[whole] = known

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, partialmethod
+from math import gcd, lcm
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -20,12 +22,17 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -34,7 +41,7 @@ from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
 from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
-from tests.ucm.integration.vllm.connector.simulation.truth import CELL, END, next_token
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, END, RING, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
 from ucm.integration.vllm.connector import identity, sides
@@ -97,30 +104,43 @@ class VllmEngine:
         self.stores: dict[str, FaultyStore] = {}  # by the rank and group in their namespaces
         self.known: dict[bytes, tuple[int, ...]] = {}
         groups = setting.cache_groups()
-        self._size = groups.groups[0].block_size
-        self._new = Requests(setting.hash_tokens or self._size, stop=[END])
+        every = sorted((*groups.groups, *groups.rings), key=lambda group: group.index)
+        self._size = lcm(*(group.block_size for group in every))
+        hashed = setting.hash_tokens or gcd(*(group.block_size for group in groups.groups))
+        self._new = Requests(hashed, stop=[END])
         config = self._configuration(write_model(directory / "model"))
         if groups.has_states:
             config.cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such a model
         clock.advance(1.0)  # or the time in which files that were just written may change unseen would pass later
-        specs = [KVCacheGroupSpec(list(group.layer_names), _specification(group)) for group in groups.groups]
+        page = max(group.block_size for group in every) * CELL.itemsize
+        specs = [
+            KVCacheGroupSpec(list(group.layer_names), _specification(group, page, precisions=setting.precisions))
+            for group in every
+        ]
         caches = KVCacheConfig(setting.blocks, [], specs)
+        # As vLLM: for its scheduler, layers of a uniform type have the specification of the first of them.
+        shown = generate_scheduler_kv_cache_config([caches])
         self._looking: list[FaultyStore] = []
         self._patched = ExitStack()
         self._patched.enter_context(patch.object(sides, "open_store", self._open_to_look))
         self._patched.enter_context(patch.object(sides, "OpeningStore", self._open_in_worker))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
+        if setting.staged:
+            device = SimpleNamespace(device=SimpleNamespace(type="a device"))
+            self._patched.enter_context(patch.object(sides, "tensors_of", lambda _: (device,)))
         # vLLM's factory gives connectors no clock.
         self._patched.enter_context(
             patch.object(self.kind, "__init__", partialmethod(self.kind.__init__, clock=clock))  # type: ignore[misc]
         )
         # The process is older than the model, so a real engine would not trust the model's files.
         with patch.object(identity, "process_started", lambda: float("inf")):
-            self.scheduler = make_scheduler(config, caches, setting.hash_tokens)
+            self.scheduler = make_scheduler(config, shown, hashed)
         self.connector: Any = self.scheduler.connector
         self._config = config
-        self.memories = [KVMemory(groups, setting.blocks, rank) for rank in range(setting.ranks)]
+        self.memories = [
+            KVMemory(groups, setting.blocks, rank, precisions=setting.precisions) for rank in range(setting.ranks)
+        ]
         self.workers = [self._worker(config, caches, memory) for memory in self.memories]
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], setting.ranks)
         self._planned: deque[tuple[Any, list[Work]]] = deque()
@@ -318,17 +338,30 @@ class VllmEngine:
         self.happened["finished"] += 1
 
 
-def _specification(group: CacheGroup) -> Any:
-    """Return a specification with one int64 cell per token, or one per state."""
+def _specification(group: CacheGroup, page: int, *, precisions: bool) -> Any:
+    """Return a specification with 8 bytes per token, or per state, in pages of so many bytes."""
     if group.is_recurrent:
         return MambaSpec(
             block_size=group.block_size,
             shapes=((1, 1),),
             dtypes=(torch.int64,),
-            page_size_padded=group.block_size * CELL.itemsize,
+            page_size_padded=page,
             mamba_cache_mode="align",
         )
-    cells = {"block_size": group.block_size, "num_kv_heads": 1, "dtype": torch.int64}
+    cells = {"block_size": group.block_size, "num_kv_heads": 1, "dtype": torch.int64, "page_size_padded": page}
+    if group.window is None and precisions:  # latents, and an indexer's keys beside them
+        kinds = [
+            {"head_size": 1},
+            {"head_size": CELL.itemsize, "dtype": torch.uint8, "page_size_padded": page + CELL.itemsize},
+        ]
+        layers = {name: MLAAttentionSpec(**{**cells, **kinds[at % 2]}) for at, name in enumerate(group.layer_names)}
+        return UniformTypeKVCacheSpecs(block_size=group.block_size, kv_cache_specs=layers)
+    cells |= {"head_size": 1, "head_size_v": 0}
     if group.window is None:
-        return FullAttentionSpec(head_size=1, head_size_v=0, **cells)
-    return SlidingWindowSpec(head_size=1, head_size_v=0, sliding_window=group.window, **cells)
+        return FullAttentionSpec(**cells)
+    if group.window == RING:
+        return kv_cache_interface.CircularBufferSpec(**cells)
+    if group.is_local:
+        return ChunkedLocalAttentionSpec(attention_chunk_size=group.window, **cells)
+    kind = kv_cache_interface.SlidingWindowMLASpec if precisions else SlidingWindowSpec
+    return kind(sliding_window=group.window, **cells)

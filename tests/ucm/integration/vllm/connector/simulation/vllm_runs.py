@@ -83,9 +83,9 @@ def check_stored(engine: VllmEngine) -> int:
     """Check every stored block; return their number."""
     count = 0
     keys = [BlockKey(key) for key in engine.known]
-    groups = engine.setting.cache_groups().groups
+    groups, ranks = engine.setting.cache_groups().groups, len(engine.memories)
     parts = {
-        f"tp{memory.rank}of{len(engine.memories)}-pp0of1-g{group.index}-": (memory, group)
+        f"tp{'all' if engine.setting.precisions else f'{memory.rank}of'}{ranks}-pp0of1-g{group.index}-": (memory, group)
         for memory in engine.memories
         for group in groups
     }
