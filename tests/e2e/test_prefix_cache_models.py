@@ -249,10 +249,10 @@ def campaign(environment: Environment, directory: Path, engine: Mapping[str, Any
 
 
 def of_group(store: Path, *, states: bool) -> list[Path]:
-    """Return the files of the groups with states, or of the group with attention, which comes first."""
+    """Return the files of the group with states, which comes first like its layers, or of that with attention."""
     from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
 
-    namespaces = [place for place in store.iterdir() if ("-g0-" in place.name) != states]
+    namespaces = [place for place in store.iterdir() if ("-g0-" in place.name) == states]
     return [path for namespace in namespaces for path in block_files(namespace).values()]
 
 
@@ -282,7 +282,7 @@ def test_as_much_is_found_as_in_the_engines_own_memory(recurrent: Recurrent) -> 
 def test_a_damaged_or_lost_state_or_block_is_computed(recurrent: Recurrent, what: str) -> None:
     _, lost = CHANGES[what]
     for one in recurrent.rounds[what]:
-        assert one.changed >= PROMPTS
+        assert one.changed >= (PROMPTS if lost else PROMPTS // 2)
         assert [answer.tokens for answer in one.again] == [answer.tokens for answer in one.computed]
         assert {answer.cached for answer in one.computed} == {0}
         cached = [answer.cached or 0 for answer in one.again]
