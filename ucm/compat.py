@@ -167,6 +167,11 @@ def transfer_params(request: Request) -> Any:
     return getattr(request, "kv_transfer_params", None)
 
 
+def hint_actions(request: Request) -> Sequence[Any]:
+    """Return the actions of a request's hints for KV caches, vLLM's ``KvHintAction``; there are none before 0.32.0."""
+    return optional(request, "kv_hints.actions", ()) or ()
+
+
 def media_inputs(request: Request) -> list[MediaInput]:
     """Return a request's multimodal inputs; up to 0.10.1.1 they are parallel lists, without a modality."""
     features = getattr(request, "mm_features", None)

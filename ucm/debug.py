@@ -196,7 +196,7 @@ def find_blocks(settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequen
     """
     config, found = settings.store.as_store_config(), []
     for stored in facts.stored:
-        keys = _keys(facts, token_ids, stored.group.chunk_tokens)
+        keys = block_keys(facts, token_ids, stored.group.chunk_tokens)
         tiers, silent = {}, {}
         for name in config.parts:
             options = {name: config.tiers[name]} if name in config.tiers else {}
@@ -226,7 +226,12 @@ def hit_length(
     return tokens if tokens >= settings.min_hit_tokens else 0
 
 
-def _keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
+def block_keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
+    """Return the keys of a prompt's whole blocks of so many tokens.
+
+    Raises:
+        UcmError: The engine would not cache this prompt.
+    """
     return [BlockKey(key) for key in facts.hasher.generate_block_hashes(list(token_ids), block_size)]
 
 
@@ -285,7 +290,7 @@ class DebugConnector:
         with self._span("ucm.lookup"):
             began = time.perf_counter()
             groups = [stored.group for stored in self.facts.stored]
-            keys = [_keys(self.facts, token_ids, group.chunk_tokens) for group in groups]
+            keys = [block_keys(self.facts, token_ids, group.chunk_tokens) for group in groups]
             present = [store.lookup(of_group) for store, of_group in zip(self.stores, keys, strict=True)]
             tokens = hit_length(self.settings, groups, present, len(token_ids))
             seconds = time.perf_counter() - began

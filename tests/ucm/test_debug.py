@@ -34,7 +34,10 @@ TOKENS = list(range(5 * SIZE + 3))
 def facts(*windows: int | None) -> EngineFacts:
     """Return facts with one KV-cache group per window; None is full attention."""
     groups = [CacheGroup(index, SIZE, window, {}, ()) for index, window in enumerate(windows or (None,))]
-    stored = tuple(StoredGroup(group, f"{NAMESPACE}/g{group.index}", GEOMETRY) for group in groups)
+    stored = tuple(
+        StoredGroup(group, f"{NAMESPACE}/g{group.index}", GEOMETRY, (f"{NAMESPACE}/g{group.index}",))
+        for group in groups
+    )
     return EngineFacts(NAMESPACE, "cpu", stored, RequestHasher(b"seed"))
 
 

@@ -134,12 +134,15 @@ class BlockTransfer:
         slices: The memory of consecutive layer slices; each as long as the geometry says.
         first_slice: The index of the first layer slice.
         depth: How many blocks its chain has before it; of blocks used alike, the deepest are evicted first.
+        retain_until: Of a block to save: until when to retain it, in seconds since the epoch; 0: not at all. Every tier
+            that the block is written to retains it; see ``KVStore.retain``.
     """
 
     key: BlockKey
     slices: Sequence[Buffer]
     first_slice: int = 0
     depth: int = 0
+    retain_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ class TierStats:
     failures: dict[str, int] = field(default_factory=dict)  #: by ``<operation>.<cause>``, for instance ``load.corrupt``
     used_bytes: int | None = None  #: used in the whole tier by all its users, as far as known
     capacity_bytes: int | None = None  #: None if there is no limit
+    leased_bytes: int | None = None  #: of retained and pinned blocks, if this process counts them
     lookup_calls: int = 0  #: batches of keys looked up
     lookup_seconds: float = 0.0  #: total duration of lookups
     load_seconds: float = 0.0  #: total duration of reads, summed over threads
@@ -236,6 +240,21 @@ class KVStore(ABC):
             keys: The chain; the keys of missing blocks are ignored.
         """
         del keys
+
+    def retain(self, keys: Sequence[BlockKey], until: float, *, pinned: bool = False) -> None:
+        """Lease all blocks of a chain, from its first one on: they are evicted after all blocks without a lease.
+
+        Leases are set in the background, are not longer than ``lease_seconds``, and end by themselves. They hold for
+        all processes that share a tier, and outlast these. A later lease on the same block extends it; nothing shortens
+        it. Blocks that are saved later are leased by ``BlockTransfer.retain_until``.
+
+        Args:
+            keys: The chain; the keys of missing blocks are ignored.
+            until: When the lease ends, in seconds since the epoch.
+            pinned: Do not evict the blocks at all until then, where a tier can do this. Pinned blocks beyond half of
+                the capacity are only retained.
+        """
+        del keys, until, pinned
 
     def throttle(self, *, active: bool) -> None:
         """Hint that background work should stay off the processors while the caller computes.

@@ -102,6 +102,8 @@ class StoreConfig:
         rest_seconds: The length of a rest; the next call after it tries the medium.
         quarantine_keep: The number of damaged blocks kept for inspection in each directory and namespace.
         touch_seconds: The span of seconds in which a block's time of last use is renewed once, to the span's end.
+        lease_seconds: The longest time, in seconds, for which blocks can be retained or pinned; 0: they cannot. It must
+            be the same for all that share a store.
         stale_seconds: The age from which on a temporary file of a writer on another host is deleted.
         options: The options of a third-party store, which gets this configuration.
     """
@@ -129,6 +131,7 @@ class StoreConfig:
     rest_seconds: Annotated[float, NotNegative] = 30.0
     quarantine_keep: Annotated[int, NotNegative] = 16
     touch_seconds: Annotated[float, NotNegative] = 60.0
+    lease_seconds: Annotated[float, NotNegative] = 86_400.0
     stale_seconds: Annotated[float, NotNegative] = 3600.0
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -139,6 +139,7 @@ class _Waiting(NamedTuple):
 
     key: BlockKey
     depth: int  #: how many blocks its chain has before it
+    retain_until: float = 0.0
     tries: int = 0
 
 
@@ -189,12 +190,12 @@ class WriteBehind:
             blocks = len(self._waiting) + self._in_hand
         return blocks, blocks * self._nbytes
 
-    def add(self, key: BlockKey, depth: int = 0) -> None:
-        """Queue a block, with its depth in its chain; drop it if the queue is full."""
+    def add(self, key: BlockKey, depth: int = 0, retain_until: float = 0.0) -> None:
+        """Queue a block, with its depth in its chain and its lease; drop it if the queue is full."""
         with self._changed:
             full = len(self._waiting) + self._in_hand >= self._most
             if not full and not self._closed:
-                self._waiting.append(_Waiting(key, depth))
+                self._waiting.append(_Waiting(key, depth, retain_until))
                 if self._thread is None:
                     self._thread = self._clock.thread(self._run, "ucm-behind")
                     self._thread.start()
@@ -286,7 +287,7 @@ class WriteBehind:
                 source.counters.failed("load", error)
                 continue
             try:
-                self._tier.put(key, content, block.depth)
+                self._tier.put(key, content, block.depth, block.retain_until)
             except StoreError as error:
                 self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)

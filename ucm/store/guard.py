@@ -212,17 +212,24 @@ class Guard:
         """Return a whole block in its stored form; see ``Tier.read_file``."""
         return self._asked("load", lambda: self.tier.read_file(key, self._deadline(self.tier.transfer_timeout)))
 
-    def put(self, key: BlockKey, content: Buffer, depth: int = 0) -> None:
+    def put(self, key: BlockKey, content: Buffer, depth: int = 0, retain_until: float = 0.0) -> None:
         """Store a whole block and count it; see ``Tier.put``.
 
         Args:
             key: The block's key.
             content: Its header and layer slices.
             depth: How many blocks its chain has before it.
+            retain_until: See ``BlockTransfer``.
         """
         self._asked("save", lambda: self.tier.put(key, content, self._deadline(self.tier.transfer_timeout)))
-        self.tier.renew([key], depth, is_new=True)
+        self.used(key, depth, retain_until, is_new=True)
         self.counters.saved(content.nbytes - header_nbytes(bytes(content[:UNIT])))
+
+    def used(self, key: BlockKey, depth: int, retain_until: float, *, is_new: bool = False) -> None:
+        """Renew a saved block's time of last use, and retain it if it is to be retained."""
+        self.tier.renew([key], depth, is_new=is_new)
+        if retain_until:
+            self.tier.retain([key], retain_until, depth)
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
         """Begin writing a block; see ``Tier.writer``."""

@@ -40,13 +40,16 @@ from ucm.store.posix.layout import (
     key_of,
     namespaces,
 )
+from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import list_directory, names_in, read_file
+from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey
+    from ucm.store.config import StoreConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,13 @@ class StoredBlock:
     layout: Layout
     key: BlockKey
     nbytes: int
-    used: float  #: when it was last used, in seconds since the epoch
+    used_ns: int  #: its time of last use, in nanoseconds since the epoch
     slot: tuple[str, int] | None = None  #: in memory: the path of its segment and the number of its slot
+
+    @property
+    def used(self) -> float:
+        """Its time of last use in seconds since the epoch; of a leased block, when its lease ends."""
+        return self.used_ns / 1e9
 
     @property
     def path(self) -> str:
@@ -83,10 +91,10 @@ def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = 
             for name, status in list_directory(bucket):
                 key = key_of(bucket, name)
                 if key is not None:
-                    yield StoredBlock(layout, key, status.st_size, status.st_mtime)
+                    yield StoredBlock(layout, key, status.st_size, status.st_mtime_ns)
         for segment in segments(layout):
             for key, number in segment.blocks():
-                yield StoredBlock(layout, key, segment.slot_nbytes, segment.used, (segment.path, number))
+                yield StoredBlock(layout, key, segment.slot_nbytes, segment.age()[0], (segment.path, number))
 
 
 def check_block(
@@ -144,6 +152,8 @@ class NamespaceStock:
     identity: dict[str, Any] | None  #: the facts that its blocks depend on
     blocks: int = 0
     nbytes: int = 0
+    leased_nbytes: int = 0  #: of retained and pinned blocks
+    pinned_nbytes: int = 0
     oldest: float | None = None  #: the time of the least recent use
     newest: float | None = None
     temporaries: int = 0  #: blocks being written
@@ -237,13 +247,13 @@ def take_stock_of_memory(root: str) -> MemoryStock:
 
 
 def take_stock(
-    layout: Layout, stale_seconds: float, step: Callable[[], object] = int, *, in_memory: bool = False
+    layout: Layout, config: StoreConfig, step: Callable[[], object] = int, *, in_memory: bool = False
 ) -> NamespaceStock:
     """Count the contents of a namespace.
 
     Args:
         layout: The namespace.
-        stale_seconds: See ``StoreConfig``.
+        config: The store's options.
         step: Called after each block.
         in_memory: Whether the namespace is in a Dram tier.
 
@@ -252,12 +262,18 @@ def take_stock(
     """
     stock = NamespaceStock(layout.namespace, identity(layout))
     size: int | None = None  # of each block without compression: all blocks of a namespace have one geometry
+    rules, now = LeaseRules.of(config), int(time.time() * 1e9)
+    span_ends = used_until(now / 1e9, config.touch_seconds, 0)
     for block in stored_blocks(layout.root, layout.namespace, in_memory=in_memory):
         if size is None and block.slot is None:
             with suppress(OSError, StoreError):  # another block will do
                 size = read_header(block.path).file_nbytes
         stock.blocks += 1
         stock.nbytes += block.nbytes
+        if rules.rank(block.used_ns, now) > span_ends:
+            stock.leased_nbytes += block.nbytes
+        if rules.is_pinned(block.used_ns, now):
+            stock.pinned_nbytes += block.nbytes
         stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
         stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
         step()
@@ -265,7 +281,7 @@ def take_stock(
     temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
     stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
     stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined))
-    stock.left_behind = len(left_behind(layout, stale_seconds))
+    stock.left_behind = len(left_behind(layout, config.stale_seconds))
     return stock
 
 

@@ -311,6 +311,20 @@ class Tier(ABC):
         """
         del keys, first, is_new
 
+    def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
+        """Retain blocks that follow each other in a chain, as far as they exist: evict them after all that are not.
+
+        A lease is at most ``StoreConfig.lease_seconds`` long, ends by itself, and is never shortened by a use. A tier
+        whose blocks others evict, such as a server, does nothing; so does one that never evicts.
+
+        Args:
+            keys: The blocks, in order.
+            until: When the lease ends, in seconds since the epoch.
+            first: How many blocks the chain has before them.
+            pinned: Do not evict them at all until then. A tier need not be able to.
+        """
+        del keys, until, first, pinned
+
     @abstractmethod
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return a whole stored block, header and layer slices, verified; valid until this thread's next call."""
@@ -513,8 +527,22 @@ def used_until(now: float, touch_seconds: float, depth: int) -> int:
         Nanoseconds since the epoch.
     """
     span = min(touch_seconds, _MOST_AHEAD)
-    end = (now // span + 1) * span if span else now
+    return kept_until((now // span + 1) * span if span else now, depth)
+
+
+def kept_until(end: float, depth: int) -> int:
+    """Return the time of last use of a block that is worth keeping until ``end``; see ``used_until``."""
     return int(end * 1e6) * 1_000 - depth * _APART
+
+
+def lease_end(until: float, now: float, config: StoreConfig) -> float:
+    """Return when a lease ends that is asked for now: at most ``lease_seconds`` after the current span; 0 for none.
+
+    So long leases of one chain, asked for in one span, have one end.
+    """
+    if not config.lease_seconds:
+        return 0.0
+    return min(until, used_until(now, config.touch_seconds, 0) / 1e9 + config.lease_seconds)
 
 
 class RecentKeys:

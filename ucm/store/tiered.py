@@ -71,15 +71,14 @@ class Assembly:
     The store's lock guards ``pending``, ``commit``, ``discarded`` and ``touched``.
 
     Args:
-        key: The block's key.
-        depth: How many blocks its chain has before it.
+        block: The first transfer of the block, with its key, depth and lease.
         codec: The codec of the block's stored form.
         tiers: The tiers to try, in order.
         lock: The block's own; whoever writes it holds the lock, also while the medium hangs.
     """
 
-    def __init__(self, key: BlockKey, depth: int, codec: HeaderCodec, tiers: Sequence[Guard], lock: Lock) -> None:
-        self.key, self.depth = key, depth
+    def __init__(self, block: BlockTransfer, codec: HeaderCodec, tiers: Sequence[Guard], lock: Lock) -> None:
+        self.key, self.depth, self.retain_until = block.key, block.depth, block.retain_until
         self.pending = 0  #: transfers queued or in progress
         self.commit: TransferTask | None = None  #: the commit task waiting for this block
         self.discarded = False
@@ -148,7 +147,7 @@ class Assembly:
             tier, writer = self._known_tier(), self._writer
             if writer is None:
                 for each in self._tiers:
-                    each.tier.renew([self.key], self.depth)
+                    each.used(self.key, self.depth, self.retain_until)
                 return tier.name, 0
             if None in self._seals:
                 missing = f"{self._seals.count(None)} of its {len(self._seals)} layer slices"
@@ -164,7 +163,7 @@ class Assembly:
                 raise
             nbytes = self._codec.geometry.nbytes
             tier.counters.saved(nbytes)
-            tier.tier.renew([self.key], self.depth, is_new=True)
+            tier.used(self.key, self.depth, self.retain_until, is_new=True)
             return tier.name, nbytes
 
     def abort(self) -> None:
@@ -320,7 +319,7 @@ class TieredStore(KVStore):
             for block, nbytes in zip(blocks, sizes, strict=True):
                 assembly = self._assemblies.get(block.key)
                 if assembly is None:
-                    assembly = Assembly(block.key, block.depth, codec, self._guards, self._clock.lock())
+                    assembly = Assembly(block, codec, self._guards, self._clock.lock())
                     self._assemblies[block.key] = assembly
                 assembly.touched = used
                 if self._queued_bytes and self._queued_bytes + nbytes > self._queue_limit:
@@ -376,6 +375,12 @@ class TieredStore(KVStore):
         self._check_open()
         for tier in self._tiers:
             tier.renew(keys)
+
+    def retain(self, keys: Sequence[BlockKey], until: float, *, pinned: bool = False) -> None:
+        """Let every tier lease the blocks that it has."""
+        self._check_open()
+        for tier in self._tiers:
+            tier.retain(keys, until, pinned=pinned)
 
     def throttle(self, *, active: bool) -> None:
         """Delay saves, commits and promotions, as long as few bytes are queued and no caller waits for them."""
@@ -562,7 +567,7 @@ class TieredStore(KVStore):
         below = False
         for guard, lanes in zip(self._guards, ((), *self._behind), strict=True):
             if below:
-                lanes[guard.tier.lane(block.key)].add(block.key, block.depth)
+                lanes[guard.tier.lane(block.key)].add(block.key, block.depth, block.retain_until)
             below = below or guard.name == above
 
     def _commit_unknown(self, task: TransferTask, key: BlockKey) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from ucm.clock import SYSTEM
 from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.testing.blocks import EVEN, Memory, content, fetch, filled, key, pick, save
@@ -52,6 +53,21 @@ class StoreConformance(SavingConformance):
         for start in range(len(KEYS)):
             rest = there[start:]
             assert store.lookup_on_prefix(KEYS[start:]) == (rest.index(False) if False in rest else len(rest))
+
+    def test_leased_blocks_are_blocks_like_others(self, store: KVStore, geometry: BlockGeometry) -> None:
+        """Whether they are evicted later is the medium's business; nothing else changes, also for missing ones."""
+        save(store, KEYS[:4], geometry)
+        until = SYSTEM.time() + 600.0
+        store.retain(KEYS, until)
+        store.retain(KEYS[:2], until + 60.0, pinned=True)
+        store.retain([], until)
+        store.renew(KEYS)
+        memory = filled(KEYS[4:5], geometry)[0]
+        blocks = [BlockTransfer(memory.key, memory.slices, depth=4, retain_until=until)]
+        assert store.wait(store.save(blocks)).failed == {}
+        assert store.wait(store.commit(KEYS[4:5])).failed == {}
+        assert store.lookup_on_prefix(KEYS) == 5
+        assert fetch(store, KEYS[:5], geometry)[0] == {block: content(block, geometry) for block in KEYS[:5]}
 
     def test_an_instance_without_a_geometry_looks_up(
         self, store: KVStore, config: StoreConfig, geometry: BlockGeometry

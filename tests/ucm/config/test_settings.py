@@ -50,6 +50,7 @@ OTHER: dict[str, Any] = {
     "rest_seconds": 14,
     "quarantine_keep": 15,
     "touch_seconds": 16.5,
+    "lease_seconds": 900.0,
     "stale_seconds": 17,
     "options": {"reels": 18},
 }

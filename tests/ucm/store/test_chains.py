@@ -17,7 +17,7 @@ from ucm.store.tier import used_until
 from ucm.testing.blocks import Memory, content, key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
@@ -140,9 +140,9 @@ def test_a_chain_is_renewed_once_per_span(
         save(store, keys)
         clock.advance(TOUCH)
 
-        def touch(path: str, used_ns: int) -> None:
-            del used_ns
+        def touch(path: str, change: Callable[[int], int]) -> int:
             touched.append(path)
+            return change(0)
 
         monkeypatch.setattr("ucm.store.posix.space.touch", touch)
         counts = []

@@ -149,7 +149,7 @@ def test_tools_know_compressed_blocks(compressing: StoreConfig) -> None:
         save(store, KEYS, LARGE)
     root = compressing.directories[0]
     (first, *others) = stored_blocks(root)
-    stock = take_stock(Layout(root, NAMESPACE), 3600.0)
+    stock = take_stock(Layout(root, NAMESPACE), compressing)
     assert stock.plain_nbytes == len(KEYS) * (HEADER + LARGE.nbytes) > 1.4 * stock.nbytes
     assert all(check_block(block) is None for block in (first, *others))
     good = Path(first.path).read_bytes()

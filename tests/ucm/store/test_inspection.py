@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ucm.store.base import BlockCorruptError, BlockForeignError, BlockMissingError
+from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.inspection import (
@@ -23,9 +23,6 @@ from ucm.store.inspection import (
 )
 from ucm.store.posix.layout import IDENTITY, Layout, owner_name
 from ucm.testing.blocks import ODD, key, save
-
-if TYPE_CHECKING:
-    from ucm.store.config import StoreConfig
 
 KEYS = [key(number) for number in range(10)]
 FILE = HeaderCodec("n", ODD).file_nbytes
@@ -78,7 +75,7 @@ def test_a_namespace_s_stock(layout: Layout) -> None:
     for number in range(3):
         os.utime(layout.block(key(number)), (1000 + number, 1000 + number))
     steps: list[None] = []
-    stock = take_stock(layout, 3600, lambda: steps.append(None))
+    stock = take_stock(layout, StoreConfig(), lambda: steps.append(None))
     assert (stock.namespace, stock.blocks, stock.nbytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
     assert (stock.oldest, stock.newest) == (1000, 1002)
     assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (0, 0, 0, 0)
@@ -87,13 +84,13 @@ def test_a_namespace_s_stock(layout: Layout) -> None:
 def test_a_block_used_in_1970(layout: Layout) -> None:
     for number in range(3):
         os.utime(layout.block(key(number)), (0, 0))
-    stock = take_stock(layout, 3600)
+    stock = take_stock(layout, StoreConfig())
     assert (stock.oldest, stock.newest) == (0, 0)
 
 
 def test_a_namespace_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     layout = Layout(str(tmp_path), "n")
-    stock = take_stock(layout, 3600)
+    stock = take_stock(layout, StoreConfig())
     assert (stock.blocks, stock.oldest, stock.newest, stock.identity) == (0, None, None, None)
     assert side_files(layout.temporary) == []
 
@@ -110,7 +107,7 @@ def test_what_the_dead_left(layout: Layout) -> None:
         (f"{layout.temporary}/{dead}", 7),
         (f"{layout.quarantine}/{dead}", 1),
     }
-    stock = take_stock(layout, 3600)
+    stock = take_stock(layout, StoreConfig())
     assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (2, 2, 1, 17)
     Path(layout.temporary, mine).rename(Path(layout.temporary, f"{'0' * 16}-1-1-0-0"))  # of another host
     assert len(left_behind(layout, 3600)) == 2

@@ -9,8 +9,8 @@ of a store), ``unmarked`` (paths), ``namespaces``;
 ``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, the tiers on servers, each with ``tier``,
 ``answers``, ``said`` and ``namespaces``, of our own tiers, each with ``digest``, ``namespace`` (null if no directory
 gives the name), ``blocks``, ``bytes``. A directory's namespace has ``namespace``, ``identity``, ``blocks``,
-``bytes``, ``uncompressed_bytes`` (null if unknown), ``oldest_use``,
-``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
+``bytes``, ``uncompressed_bytes`` (null if unknown), ``leased_bytes``, ``pinned_bytes`` (among the former),
+``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
 
 ``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null if
 the file system does not record it), ``used``; ``matching`` and ``matching_bytes`` also count those beyond the limit.
@@ -23,6 +23,9 @@ name of a tier on servers; ``unreadable``, directories and such tiers with ``dir
 
 ``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
+
+``retain``, ``pin``: ``until``; ``tiers``, each with ``blocks`` (stored) and ``leased``; ``without``, tiers that have no
+leases. ``drop``: ``dropped`` blocks by tier, and ``failed``, the reasons of tiers that could not delete.
 
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be deleted), a list of ``directory``, ``tier``,
 ``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.

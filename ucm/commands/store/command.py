@@ -33,18 +33,20 @@ def add_parser(commands: Any) -> None:
     _add_ls(inner)
     _add_verify(inner)
     _add_lookup(inner)
+    _add_leases(inner)
+    _add_drop(inner)
     _add_gc(inner)
     _add_bench(inner)
 
 
-def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, what: str, module: str = "") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_EXIT_CODES
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; `pydoc ucm.commands.store` describes its keys"
     )
-    parser.set_defaults(handle=partial(_handle, name))
+    parser.set_defaults(handle=partial(_handle, module or name))
     return parser
 
 
@@ -104,6 +106,33 @@ def _add_lookup(commands: Any) -> None:
     parser = _add(commands, "lookup", "show which blocks of a prompt are stored, and in which tiers")
     parser.epilog = "It needs vLLM, whose model classes say what a block is. " + _EXIT_CODES
     add_deployment(parser, prompt_required=True)
+
+
+def _add_leases(commands: Any) -> None:
+    for name, what in (
+        ("retain", "evict the blocks of a prompt after all others, for a time"),
+        ("pin", "do not evict the blocks of a prompt, for a time"),
+    ):
+        parser = _add(commands, name, what, module="lease")
+        parser.epilog = "It needs vLLM, like lookup. " + _EXIT_CODES
+        add_deployment(parser, prompt_required=True)
+        parser.add_argument(
+            "--for", type=duration, required=True, dest="seconds", metavar="TIME", help="how long, for instance 12h"
+        )
+        parser.set_defaults(pin=name == "pin")
+
+
+def _add_drop(commands: Any) -> None:
+    parser = _add(commands, "drop", "delete the blocks of a prompt from all tiers")
+    parser.epilog = "It needs vLLM, like lookup. " + _EXIT_CODES
+    add_deployment(parser, prompt_required=True)
+    parser.add_argument(
+        "--from-token",
+        type=count,
+        default=0,
+        metavar="N",
+        help="leave the first N tokens, for instance of a system prompt that other prompts share (default: 0)",
+    )
 
 
 def _add_gc(commands: Any) -> None:

@@ -197,7 +197,7 @@ def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
         return delete_slot(*block.slot, block.key)
     with suppress(FileNotFoundError):
         status = status_of(block.path)
-        if status.st_mtime < until:
+        if status.st_mtime_ns / 1e9 < until:
             return _delete(block.path, outcome)
         outcome.spared += 1
     return False

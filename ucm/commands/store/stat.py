@@ -123,7 +123,7 @@ def _count(places: Places) -> list[DirectoryStock]:
     stocks = {directory: DirectoryStock(directory) for directory in places.directories}
     with progress("counting", None, "blocks") as bar:
         for directory, layout in places.chosen():
-            stock = take_stock(layout, places.config.stale_seconds, bar.update, in_memory=directory.in_memory)
+            stock = take_stock(layout, places.config, bar.update, in_memory=directory.in_memory)
             stocks[directory].namespaces.append(stock)
     for directory in places.readable:
         system = os.statvfs(directory.path)
@@ -155,6 +155,9 @@ def _directory_text(stock: DirectoryStock) -> list[str]:
     ]
     if stock.namespaces:
         lines += [f"  {line}" for line in _namespace_table(stock.namespaces)]
+        leased = sum(one.leased_nbytes for one in stock.namespaces)
+        pinned = format_size(sum(one.pinned_nbytes for one in stock.namespaces))
+        lines += [f"  {format_size(leased)} in blocks with a lease, {pinned} of them pinned"] if leased else []
     elif stock.bare:
         lines.append(f"  There is {NO_STORE}.")
     for path in stock.unmarked:
@@ -224,6 +227,8 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
                 "blocks": one.blocks,
                 "bytes": one.nbytes,
                 "uncompressed_bytes": one.plain_nbytes,
+                "leased_bytes": one.leased_nbytes,
+                "pinned_bytes": one.pinned_nbytes,
                 "oldest_use": iso(one.oldest),
                 "newest_use": iso(one.newest),
                 "temporaries": one.temporaries,

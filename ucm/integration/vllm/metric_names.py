@@ -142,6 +142,13 @@ FAILURES = _counter(
     ("operation", "cause"),
     _FAILURES,
 )
+HINTS = _counter(
+    "hints_total",
+    "Requests that ask for a lease.",
+    "requests",
+    ("outcome",),
+    (("retained",), ("malformed",)),
+)
 TIER_COUNTERS = (
     _of_tier("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", "lookups"),
     _of_tier("tier_hit_blocks_total", "Those of them that the tier had.", "blocks", "hits"),
@@ -171,6 +178,7 @@ TIER_STATES = (
     _state("tier_resting_ratio", "The share of a tier that rests after failures, 0 to 1.", "ratio", "resting"),
     _state("tier_queued_bytes", "Bytes that wait for write-behind.", "bytes", "queued_bytes"),
     _state("tier_used_bytes", "Bytes in a tier, of all its users.", "bytes", "used_bytes"),
+    _state("tier_leased_bytes", "Bytes with a lease.", "bytes", "leased_bytes"),
     _state("tier_capacity_bytes", "Bytes that a tier may take; absent without a limit.", "bytes", "capacity_bytes"),
 )
 

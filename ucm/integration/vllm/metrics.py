@@ -129,6 +129,14 @@ class ConnectorCounters:
         self.add(names.SAVE_BYTES, nbytes)
         self._observe(names.SAVE_DURATION, seconds)
 
+    def hinted(self, outcome: str) -> None:
+        """Count a request that asks for a lease.
+
+        Args:
+            outcome: ``retained`` or ``malformed``.
+        """
+        self.add(names.HINTS, 1, outcome)
+
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         """Count blocks that failed to load or save.
 

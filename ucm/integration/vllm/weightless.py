@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.compat import optional
 from ucm.engine_process import check_model
 from ucm.errors import UcmError
-from ucm.hashing.rank_geometry import rank_tag
+from ucm.hashing.rank_geometry import rank_tag, rank_tags
 from ucm.hashing.request_hasher import RequestHasher
 
 if TYPE_CHECKING:
@@ -86,11 +86,13 @@ class StoredGroup:
         group: The group.
         namespace: The namespace of its blocks.
         geometry: The geometry of a block.
+        ranks: The namespaces of all ranks' blocks of the group.
     """
 
     group: CacheGroup
     namespace: str
     geometry: BlockGeometry
+    ranks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,7 @@ def _facts(core: Any, config: Any, device: str) -> EngineFacts:
             memory.group,
             f"{namespace}/{rank_tag(config, memory.group.index, spec=memory.group.spec)}",
             memory.geometry,
+            tuple(f"{namespace}/{tag}" for tag in rank_tags(config, memory.group.index, spec=memory.group.spec)),
         )
         for memory in memories
     )

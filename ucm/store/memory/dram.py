@@ -27,7 +27,7 @@ from ucm.store.posix.paths import (
     open_file,
     status_of,
 )
-from ucm.store.tier import BlockWriter, Tier, used_until
+from ucm.store.tier import BlockWriter, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -76,6 +76,7 @@ class DramTier(Tier):
         codec = place.codec
         self._codec = codec.in_private_memory() if codec is not None and self._is_private else codec
         self._touch_seconds = config.touch_seconds
+        self._config = config
         self._stale_seconds = config.stale_seconds
         self._stuck_seconds = config.stuck_seconds
         self._lock = self.clock.lock()
@@ -148,6 +149,16 @@ class DramTier(Tier):
             place = self._place(key)
             if place is not None:
                 place[0].use(used_until(now, self._touch_seconds, depth), now)
+
+    def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
+        """Retain the blocks' segments; memory has no pins, because a segment would pin many blocks with one."""
+        del pinned
+        now = self.clock.time()
+        until = lease_end(until, now, self._config)
+        for depth, key in enumerate(keys if until else (), first):
+            place = self._place(key)
+            if place is not None:
+                place[0].use(kept_until(until, depth), now)
 
     def stats(self) -> TierStats:
         """Return the counters and the bytes used, as last seen."""

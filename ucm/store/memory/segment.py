@@ -421,18 +421,20 @@ def _opened(path: str, key: BlockKey) -> Iterator[Segment]:
         segment.close()
 
 
-def delete_blocks(layout: Layout, keys: Iterable[BlockKey]) -> None:
-    """Delete blocks of a namespace; their memory serves its next ones.
+def delete_blocks(layout: Layout, keys: Iterable[BlockKey]) -> int:
+    """Delete blocks of a namespace and return how many there were; their memory serves its next ones.
 
     Raises:
         OSError: The namespace cannot be listed.
     """
     wanted = set(keys)
     begins = np.array([int.from_bytes(key[:8], "little") for key in wanted], np.uint64)
-    for segment in segments(layout):
-        for key, number in segment.blocks(begins):
-            if key in wanted:
-                segment.hide(number, key)
+    return sum(
+        segment.hide(number, key)
+        for segment in segments(layout)
+        for key, number in segment.blocks(begins)
+        if key in wanted
+    )
 
 
 def remove_empty(layout: Layout) -> None:

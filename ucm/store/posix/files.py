@@ -442,8 +442,11 @@ class BlockFileWriter(BlockWriter):
         self._close()
 
     def commit(self) -> None:
-        """Rename the file into its place, replacing an existing one."""
+        """Rename the file into its place, unless another writer was faster: its block may have a lease."""
         directory = self._directory
+        if directory.holds(self._key):
+            self.abort()
+            return
         try:
             file = self._file
             if file is None or (directory.fsync and self._descriptor < 0):

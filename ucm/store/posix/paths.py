@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import grp
 import os
 import stat
 import struct
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ucm.clock import Clock
 
@@ -43,6 +44,8 @@ _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KEPT_SECONDS = 1.0
 #: Errors of opening a path that is no regular file, or that passes through something other than a directory.
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
+#: Errors of a file system without locks.
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 class NotAFileError(OSError):
@@ -320,22 +323,55 @@ def names_in(path: str) -> list[str]:
         os.close(folder)
 
 
-def touch(path: str, used_ns: int) -> None:
-    """Set a file's time of last use, unless it was used later.
+@contextmanager
+def _held(path: str, how: int) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file, with its status, and lock it meanwhile; never wait.
 
     Args:
         path: The file.
-        used_ns: The time, in nanoseconds since the epoch.
+        how: ``LOCK_EX`` to touch it, so that nobody else does or deletes it; ``LOCK_SH`` to delete it, as others may.
 
     Raises:
+        BlockingIOError: Another process holds it.
+        OSError: It is gone, or cannot be opened.
+    """
+    descriptor, _ = open_file(path, os.O_RDWR)  # NFS locks only what may be written
+    try:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        status = os.fstat(descriptor)
+        if not status.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        yield descriptor, status
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has a copy of it
+        os.close(descriptor)
+
+
+def touch(path: str, change: Callable[[int], int]) -> int:
+    """Change a file's time of last use.
+
+    Args:
+        path: The file.
+        change: Returns the new time for the old one, in nanoseconds since the epoch.
+
+    Returns:
+        The time as the file system keeps it.
+
+    Raises:
+        BlockingIOError: Another process changes it or deletes the file.
         OSError: The time cannot be set.
     """
-    folder, name = _split(path)
-    try:
-        if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns < used_ns:
-            os.utime(name, ns=(used_ns, used_ns), dir_fd=folder, follow_symlinks=False)
-    finally:
-        os.close(folder)
+    with _held(path, fcntl.LOCK_EX) as (descriptor, status):
+        used_ns = change(status.st_mtime_ns)
+        if used_ns == status.st_mtime_ns:
+            return used_ns
+        os.utime(descriptor, ns=(used_ns, used_ns))
+        return os.fstat(descriptor).st_mtime_ns
 
 
 def unlink(path: str) -> None:
@@ -352,22 +388,19 @@ def unlink(path: str) -> None:
 
 
 def unlink_unused(path: str, used_ns: int) -> bool:
-    """Delete a file unless it was used after ``used_ns``.
+    """Delete a file unless its time of last use has changed.
 
     Returns:
         Whether the file was deleted.
 
     Raises:
+        BlockingIOError: Another process changes its time.
         OSError: The file cannot be deleted.
     """
-    folder, name = _split(path)
-    try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    with _held(path, fcntl.LOCK_SH) as (_, status):
         if status.st_mtime_ns != used_ns:
             return False
-        os.unlink(name, dir_fd=folder)
-    finally:
-        os.close(folder)
+        unlink(path)
     return True
 
 

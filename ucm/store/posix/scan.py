@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.store.posix.layout import buckets, is_quarantined, is_stale, key_of, namespaces
+from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import list_directory, unlink, unlink_unused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucm.clock import Clock
 
 #: A sample of n blocks estimates their number with a relative error of 1/sqrt(n).
 SAMPLE_BLOCKS = 20_000
 _LEAST_SAMPLE = 1_000
+_NO_LEASES = LeaseRules(1 << 62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class StoredFile:
     nbytes: int
     used_ns: int  #: its time of last use
     weight: float = 1.0  #: how many files it stands for
+    damaged: bool = False  #: whether it is quarantined
 
 
 @dataclass(slots=True)
@@ -67,7 +70,7 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS, *, clock: Clock = SYSTEM
         for file in _files(layout.quarantine):
             found.nbytes += file.nbytes
             if is_quarantined(file.path.rpartition("/")[2]):
-                found.files.append(file)
+                found.files.append(replace(file, damaged=True))
         paths = buckets(layout)
         random.shuffle(paths)
         seen: list[StoredFile] = []
@@ -90,9 +93,16 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS, *, clock: Clock = SYSTEM
 
 
 def evict(
-    root: str, found: Scan, nbytes: float, deleted: Callable[[str], None], *, clock: Clock = SYSTEM
+    root: str,
+    found: Scan,
+    nbytes: float,
+    deleted: Callable[[str], None],
+    leases: LeaseRules = _NO_LEASES,
+    most_pinned: float = 0.0,
+    *,
+    clock: Clock = SYSTEM,
 ) -> tuple[int, int]:
-    """Delete the least recently used files, unless they were used after the scan.
+    """Delete the least recently used files, unless they were used after the scan or are pinned.
 
     An exact scan may be reused until none of its files is left, because files written after it were used later.
 
@@ -104,7 +114,9 @@ def evict(
         found: A scan of the directory; processed files are removed from it.
         nbytes: How many bytes to free.
         deleted: Called with the path of each file deleted by this call.
-        clock: The clock by which a long walk sleeps half of the time.
+        leases: What files' times mean.
+        most_pinned: How many bytes of pinned blocks are kept, those whose pins end last; the others are only retained.
+        clock: The clock by which a long walk sleeps half of the time, and leases end.
 
     Returns:
         The number of files deleted by this call, and the bytes freed by this call and by other evictors.
@@ -113,7 +125,7 @@ def evict(
         OSError: The directory can no longer be listed.
     """
     count = freed = 0
-    for file in _oldest(root, found, nbytes, clock):
+    for file in _oldest(root, found, nbytes, leases, most_pinned, clock):
         try:
             if not unlink_unused(file.path, file.used_ns):
                 continue
@@ -130,21 +142,44 @@ def evict(
     return count, freed
 
 
-def _oldest(root: str, found: Scan, nbytes: float, clock: Clock) -> Iterator[StoredFile]:
+def _oldest(
+    root: str, found: Scan, nbytes: float, leases: LeaseRules, most_pinned: float, clock: Clock
+) -> Iterator[StoredFile]:
     """Yield files that may be deleted to free ``nbytes``; an exact scan yields the least recently used first."""
-    found.files.sort(key=lambda file: -file.used_ns)
+    now = int(clock.time() * 1e9)
+    found.files.sort(key=lambda file: -leases.rank(file.used_ns, now))
+    pins_from = _pins_from(found.files, leases, most_pinned, now)
+
+    def may_go(file: StoredFile) -> bool:
+        return file.damaged or file.used_ns < pins_from or not leases.is_pinned(file.used_ns, now)
+
     if found.exact:
         while found.files:
-            yield found.files.pop()
+            if may_go(file := found.files.pop()):
+                yield file
         return
     reached = 0.0
     threshold = 0
-    for file in reversed(found.files):
+    for file in filter(may_go, reversed(found.files)):
         reached += file.weight * file.nbytes
-        threshold = file.used_ns
+        threshold = leases.rank(file.used_ns, now)
         if reached >= nbytes:
             break
-    yield from _older(root, threshold, clock)
+    yield from (
+        file for file in _all_blocks(root, clock) if may_go(file) and leases.rank(file.used_ns, now) <= threshold
+    )
+
+
+def _pins_from(files: Sequence[StoredFile], leases: LeaseRules, most: float, now: int) -> float:
+    """Return the time from which on pinned blocks are kept; of all files, those with the latest times come first."""
+    held, begin = 0.0, float("inf")
+    for file in files:
+        if not file.damaged and leases.is_pinned(file.used_ns, now):
+            held += file.weight * file.nbytes
+            if held > most:
+                break
+            begin = file.used_ns
+    return begin
 
 
 def clean_up(root: str, stale_seconds: float, *, clock: Clock = SYSTEM) -> int:
@@ -172,13 +207,13 @@ def clean_up(root: str, stale_seconds: float, *, clock: Clock = SYSTEM) -> int:
     return count
 
 
-def _older(root: str, threshold: int, clock: Clock) -> Iterator[StoredFile]:
-    """Yield all files last used at ``threshold`` or before; sleep half of the time, because the root is big."""
+def _all_blocks(root: str, clock: Clock) -> Iterator[StoredFile]:
+    """Yield the blocks of all engines' namespaces; sleep half of the time, because the root is big."""
     paths = [path for layout in namespaces(root) if not layout.is_private for path in buckets(layout)]
     random.shuffle(paths)
     for path in paths:
         began = clock.monotonic()
-        yield from (file for file in _blocks(path) if file.used_ns <= threshold)
+        yield from _blocks(path)
         clock.sleep(clock.monotonic() - began)
 
 

@@ -18,20 +18,29 @@ ends.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import struct
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
-from ucm.store.posix.paths import FILE_MODE, SHARED_FILE_MODE, open_file, shared_group, status_of, touch
+from ucm.store.posix.paths import (
+    FILE_MODE,
+    NO_LOCKS,
+    SHARED_FILE_MODE,
+    open_file,
+    shared_group,
+    status_of,
+    touch,
+)
 from ucm.store.posix.scan import Scan, clean_up, evict, scan
+from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +55,6 @@ _HEAD = struct.Struct("<qq")
 _LIMIT_AT = 8
 #: The length in bytes above which the tally is emptied, after 4 GiB of writes.
 _LONGEST = 1 << 20
-#: Errors of a file system without locks.
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class Usage:
             os.close(descriptor)
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 os.close(descriptor)
                 raise
             self._warn(error)
@@ -235,6 +242,8 @@ def _state(descriptor: int, nbytes: int) -> State | None:
 
 #: Above the first share of the capacity, blocks are deleted down to the second; the rest is room for writers meanwhile.
 _EVICT_FROM, _EVICT_TO = 0.98, 0.95
+#: The share of the capacity beyond which pinned blocks are only retained, those whose pins end first.
+PINNED_SHARE = 0.5
 #: A root in use is scanned again after this many seconds, because other hosts write too and files are deleted by hand;
 #: an idle one after ``_IDLE_SECONDS``.
 _SCAN_SECONDS = 60.0
@@ -285,7 +294,7 @@ class Evictor:
                     self._thread.start()
 
     def touch(self, path: str, used_ns: int, failed: Callable[[], None] = lambda: None) -> None:
-        """Set a block's time of last use soon, unless it was used later.
+        """Set a block's time of last use soon, unless it is later; see ``LeaseRules.joined``.
 
         Args:
             path: The block's file.
@@ -293,6 +302,11 @@ class Evictor:
             failed: Called if it cannot be set, for instance because there is no such block.
         """
         self._touches.append((path, used_ns, failed))
+
+    def lease(self, path: str, until_ns: int) -> None:
+        """Set a block's time of last use like ``touch``, at once: until then it may be the next to go."""
+        self.touch(path, until_ns)
+        self._wake.set()
 
     def wrote(self) -> None:
         """Note that a block became visible."""
@@ -358,10 +372,13 @@ class Evictor:
             return _ELECTION_SECONDS
 
     def _renew(self) -> None:
-        while self._touches:
-            path, used_ns, failed = self._touches.popleft()
+        now, rules = int(self._clock.time() * 1e9), self._directory.leases
+        for _ in range(len(self._touches)):
+            path, used_ns, failed = one = self._touches.popleft()
             try:
-                touch(path, used_ns)
+                touch(path, partial(rules.joined, new=used_ns, now=now))
+            except BlockingIOError:  # held by another process, for microseconds
+                self._touches.append(one)
             except OSError:
                 failed()
 
@@ -400,6 +417,7 @@ class _Root:
         self._next_mend: float | None = None
         self._next_cleanup = 0.0
         self._found = Scan()  # its remaining files can be deleted, oldest first
+        self._leases = directory.leases
 
     def close(self) -> None:
         self._directory.let_go()
@@ -462,15 +480,23 @@ class _Root:
 
     def _scan(self, before: State) -> State:
         """Scan the root and delete excess blocks."""
-        found = scan(self._directory.layout.root, clock=self._clock)
+        directory = self._directory
+        span_ends = used_until(self._clock.time(), directory.touch_seconds, 0)
+        found = scan(directory.layout.root, clock=self._clock)
         limit = self._limit(before)
-        self._usage.reset(found.nbytes, before, self._directory.share)
-        # The files of an exact scan serve many looks. A sample names too few, and without locks several evictors would
-        # subtract the same files more than once, until the next scan.
-        self._found = found if found.exact and limit is not None and self._usage.is_exclusive else Scan()
+        self._usage.reset(found.nbytes, before, directory.share)
+        now = int(self._clock.time() * 1e9)
+        leased = (file for file in found.files if self._leases.rank(file.used_ns, now) > span_ends)
+        directory.leased_bytes = int(sum(file.weight * file.nbytes for file in leased))
         state = self._read() or before
         if limit is not None and state.nbytes > limit * _EVICT_FROM:
             state = self._make_room(state, found, limit)
+        # The files of an exact scan serve many looks, except for leased ones, which come after those written since. A
+        # sample names too few, and without locks several evictors would subtract the same files more than once, until
+        # the next scan.
+        self._found = Scan()
+        if found.exact and limit is not None and self._usage.is_exclusive:
+            self._found.files = [file for file in found.files if file.used_ns <= span_ends]
         self._scanned = self._seen = _Seen(state.tally, self._clock.monotonic())
         return state
 
@@ -478,7 +504,8 @@ class _Root:
         """Delete the least recently used blocks."""
         root = self._directory.layout.root
         excess = state.nbytes - limit * _EVICT_TO
-        count, freed = evict(root, found, excess, self._evicted, clock=self._clock)
+        most_pinned = limit * PINNED_SHARE
+        count, freed = evict(root, found, excess, self._evicted, self._leases, most_pinned, clock=self._clock)
         self._usage.subtract(freed)
         get_logger(__name__).debug("[UCM.Store] %d blocks evicted from %s, which lost %d bytes", count, root, freed)
         return self._read() or state

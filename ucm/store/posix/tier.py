@@ -27,6 +27,7 @@ from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
+from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import (
     KeptDirectory,
     distrust,
@@ -36,7 +37,7 @@ from ucm.store.posix.paths import (
     shared_group,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.tier import RecentKeys, Room, Tier, TierOptions, ValueWriter, used_until
+from ucm.store.tier import RecentKeys, Room, Tier, TierOptions, ValueWriter, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,6 +96,8 @@ class Directory:
         self.layout = Layout(root, namespace)
         self.share = share
         self.usage = Usage(self.layout.root)
+        self.leases, self.touch_seconds = LeaseRules.of(config), config.touch_seconds
+        self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
         self.tallied_bytes: int | None = None  #: the bytes that it holds by the tally, as last read
         self.direct_io = config.direct_io
         self.fsync = config.fsync
@@ -406,6 +409,7 @@ class PosixTier(Tier):
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
         self._touch_seconds = config.touch_seconds
+        self._config = config
         self._renewed: set[BlockKey] = set()  # the blocks that this tier has renewed in the current span
         self._until = 0  # the end of that span
 
@@ -494,6 +498,17 @@ class PosixTier(Tier):
                 until = used_until(now, self._touch_seconds, depth)
                 directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
 
+    def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
+        """Set times of last use in the background; see ``ucm.store.posix.leases``."""
+        self._start_evictors()
+        until = lease_end(until, self.clock.time(), self._config)
+        for depth, key in enumerate(keys if until else (), first):
+            directory = self._directory(key)
+            if directory.layout.is_private:
+                break
+            stamp = kept_until(until, depth)
+            directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
+
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the whole file, verified by its own header."""
         del deadline
@@ -516,8 +531,9 @@ class PosixTier(Tier):
     def stats(self) -> TierStats:
         """Return the counters and the bytes used."""
         used = [directory.used_bytes for directory in self._directories]
-        known = [nbytes for nbytes in used if nbytes is not None]
-        return self.counters.snapshot(sum(known) if known else None, self._capacity_bytes)
+        found = self.counters.snapshot(_sum_of_known(used), self._capacity_bytes)
+        found.leased_bytes = _sum_of_known([directory.leased_bytes for directory in self._directories])
+        return found
 
     def close(self) -> None:
         """End the threads; threads that are stuck in a directory are abandoned."""
@@ -665,6 +681,11 @@ class _Question:
             if self._given_up or not (found or self._gaps):
                 break
         self._recent.generations()[0].update(there)
+
+
+def _sum_of_known(figures: Sequence[int | None]) -> int | None:
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known else None
 
 
 @cache

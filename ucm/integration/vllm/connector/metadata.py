@@ -32,6 +32,7 @@ class BlockMoves:
         step: For a save, the last step that computes tokens of the blocks.
         adapter: The number (``lora_int_id``) of the request's LoRA adapter; 0 for none.
         depth: How many chunks the request has before the first of these; others may be left out between them.
+        retain_until: Of a save, until when to retain the chunks, in seconds since the epoch; 0: not at all.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class BlockMoves:
     adapter: int = 0
     depth: int = 0
     chunk_blocks: int = 1
+    retain_until: float = 0.0
 
     def chunks(self) -> Iterator[tuple[BlockKey, list[int]]]:
         """Yield each chunk's key with the ids of its blocks."""

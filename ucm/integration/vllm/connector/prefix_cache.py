@@ -22,6 +22,7 @@ from ucm.compat import (
     prepared_blocks,
 )
 from ucm.integration.vllm.connector.handoff import comes_from_afar, saved_tokens
+from ucm.integration.vllm.connector.hints import HintError, retain_seconds
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
@@ -94,6 +95,9 @@ class LookupCounters(Protocol):
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         """Count blocks that could not be loaded or saved."""
 
+    def hinted(self, outcome: str) -> None:
+        """Count a request that asks for a lease, by ``retained`` or ``malformed``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
@@ -118,6 +122,7 @@ class PlanningOptions:
         asks_again: Whether vLLM asks again after a lookup that is not finished, as it does from 0.10.2 on.
         room: The KV cache's number of blocks, if requests wait for their loads between steps; else None.
         touch_seconds: How often the stores renew the times of last use.
+        lease_seconds: The longest time for which a request can have its blocks retained.
         frees_blocks: Whether a sparse method frees blocks of running requests. No connector is told which, so only the
             blocks that a step fills are saved.
     """
@@ -137,6 +142,7 @@ class PlanningOptions:
     asks_again: bool = True
     room: int | None = None
     touch_seconds: float = 60.0
+    lease_seconds: float = 0.0
     frees_blocks: bool = False
 
 
@@ -177,6 +183,7 @@ class RequestState:
         states: The states to save, by block: the group, and the tokens up to the state.
         awaited: Tokens that a prefill engine says it has saved, until the first lookup has ended.
         found: The states that vLLM's own cache had, to save those that the stores have lost.
+        retain: For how many seconds its blocks are to be retained after each use.
     """
 
     request: Request
@@ -196,6 +203,7 @@ class RequestState:
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
     awaited: int = 0
     found: dict[int, tuple[int, int]] = field(default_factory=dict)
+    retain: float = 0.0
 
 
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
@@ -246,6 +254,7 @@ class PrefixCacheScheduler:
         self._late: list[BlockMoves] = []
         self._holds: list[tuple[int, list[Row]]] = []
         self._others = OtherLoads()
+        self._hint_refused = False
         self.step = 0  #: the last planned step
         self._epoch = 0
         self._doubted_at = 0  # the step that checks all weights
@@ -501,6 +510,8 @@ class PrefixCacheScheduler:
                 computed, saving = request.num_computed_tokens, set[tuple[int, bytes]]()
                 saved = self._to_store(state, computed) // self._alignment * self._alignment
                 self._late += self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
+                if state.retain:  # the time counts from the end
+                    self._use(state, computed)
             logger.debug(
                 "[UCM.Save] request %s: ended after %d tokens, %d of them loaded; %d blocks to save",
                 request.request_id,
@@ -600,7 +611,30 @@ class PrefixCacheScheduler:
             state.excluded = True
         else:
             self._counters.hashed(len(keys), self._clock.monotonic() - begun)
+            state.retain = self._retained(request)
         return state
+
+    def _retained(self, request: Request) -> float:
+        """Return for how many seconds a request's blocks are retained; what it asks is bounded by the setting."""
+        try:
+            seconds = min(retain_seconds(request), self._options.lease_seconds)
+        except HintError as error:
+            self._counters.hinted("malformed")
+            if not self._hint_refused:
+                self._hint_refused = True
+                logger.warning(
+                    "[UCM.Save] request %s is not retained: %s; further such requests are only counted",
+                    request.request_id,
+                    error,
+                )
+            return 0.0
+        if seconds:
+            self._counters.hinted("retained")
+        return seconds
+
+    def _until(self, state: RequestState) -> float:
+        """Return until when a request's blocks are retained; equal for all uses in one span, as their depth decides."""
+        return (self._span() + 1) * max(self._options.touch_seconds, 1e-3) + state.retain if state.retain else 0.0
 
     def _must_compute(self, request: Request) -> bool:
         """Return whether every token must be computed: outputs are requested, or a failed load would be fatal."""
@@ -715,7 +749,7 @@ class PrefixCacheScheduler:
             begin = group.first_needed(num_computed_tokens) // group.chunk_blocks
             expected = range(min(begin, last), last)
             state.saved[group.index] = max(state.saved[group.index], last)
-            self.stager.use(Use(request.request_id, group, keys, expected))
+            self.stager.use(Use(request.request_id, group, keys, expected, self._until(state)))
 
     def _span(self) -> float:
         """Return the number of the current span of ``touch_seconds``, in which a use counts once."""
@@ -786,6 +820,7 @@ class PrefixCacheScheduler:
                     step=state.ran,
                     adapter=adapter_number(request),
                     depth=first,
+                    retain_until=self._until(state),
                 )
                 keys = self._keys(request, group, first, last)
                 if self.events is not None:
@@ -839,6 +874,7 @@ class PrefixCacheScheduler:
                     step=state.ran,
                     adapter=adapter_number(request),
                     depth=depth,
+                    retain_until=self._until(state),
                 )
             )
         state.states = {}

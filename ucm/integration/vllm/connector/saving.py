@@ -150,6 +150,7 @@ class SaveTask(Task):
         sizes: The layer slices' sizes in bytes.
         first_slice: The index of the first layer slice.
         depth: How many blocks their chain has before the first of them.
+        retain_until: See ``BlockTransfer``.
         clock: Time and threads.
     """
 
@@ -159,6 +160,7 @@ class SaveTask(Task):
         sizes: Sequence[int] = (),
         first_slice: int = 0,
         depth: int = 0,
+        retain_until: float = 0.0,
         *,
         clock: Clock = SYSTEM,
     ) -> None:
@@ -166,6 +168,7 @@ class SaveTask(Task):
         self.sizes = sizes
         self.first_slice = first_slice
         self.depth = depth
+        self.retain_until = retain_until
         self.checking = clock.lock()  #: held by the one thread that asks the store, which may not answer
         self.copied = clock.event()  #: the KV cache is no longer read, and nothing more is handed to the store
         self.writing: deque[tuple[Task, list[Buffer]]] = deque()
@@ -202,7 +205,12 @@ class Saver:
         return self._room.taken_bytes
 
     def begin(
-        self, keys: Sequence[BlockKey], sizes: Sequence[int], first_slice: int, depth: int = 0
+        self,
+        keys: Sequence[BlockKey],
+        sizes: Sequence[int],
+        first_slice: int,
+        depth: int = 0,
+        retain_until: float = 0.0,
     ) -> tuple[SaveTask, list[tuple[int, Buffer]]]:
         """Begin a save; blocks without a row for their layer slices fail.
 
@@ -210,7 +218,7 @@ class Saver:
             The task, and the indexes of the other blocks, each with its row. Who keeps a row keeps its memory.
         """
         rows = self._room.take(keys, sum(sizes))
-        task = SaveTask(keys, sizes, first_slice, depth, clock=self._clock)
+        task = SaveTask(keys, sizes, first_slice, depth, retain_until, clock=self._clock)
         if rows:
             self._watch(task)
         if len(rows) < len(keys):
@@ -224,7 +232,13 @@ class Saver:
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             transfers = [
-                BlockTransfer(task.keys[place], _slices(row, task.sizes), task.first_slice, task.depth + place)
+                BlockTransfer(
+                    task.keys[place],
+                    _slices(row, task.sizes),
+                    task.first_slice,
+                    task.depth + place,
+                    task.retain_until,
+                )
                 for place, row in some
             ]
             with self._fails(task):

@@ -201,6 +201,7 @@ class SchedulerSide:
                 others=outer is not None,
                 confirms=self._ranks > 1,
                 touch_seconds=self._config.touch_seconds,
+                lease_seconds=self._config.lease_seconds,
                 frees_blocks=frees_blocks(vllm_config),
                 room=kv_cache_config.num_blocks - 1 if kv_cache_config and self.policy.between_steps else None,
             ),

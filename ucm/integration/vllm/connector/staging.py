@@ -94,12 +94,14 @@ class Use:
         group: The KV-cache group.
         keys: The chain of all chunks that the request uses, from its first one on.
         expected: The indexes of chunks that the engine had itself, and that the stores should have as well.
+        retain_until: Until when to retain the chunks, in seconds since the epoch; 0: not at all.
     """
 
     request_id: str
     group: CacheGroup
     keys: list[BlockKey]
     expected: range
+    retain_until: float = 0.0
 
 
 class Stager:
@@ -614,6 +616,8 @@ class Stager:
                 keys = [use.keys[place] for place in self._reached(use.group, use.keys, 0)]
                 for store in self._stores[use.group.index]:
                     store.renew(keys)
+                    if use.retain_until:
+                        store.retain(keys, use.retain_until)
                 missing = self._first_missing(use)
             except Exception:  # noqa: BLE001 - blocks that cannot be looked up count as missing
                 get_logger(__name__).exception("[UCM.Save] a lookup failed unexpectedly")

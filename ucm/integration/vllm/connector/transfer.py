@@ -74,7 +74,14 @@ class GroupTransfer(ABC):
         """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
 
     @abstractmethod
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        depth: int = 0,
+        retain_until: float = 0.0,
+    ) -> Task:
         """Save some layers of blocks from the KV cache; they become visible through ``commit``."""
 
     @abstractmethod
@@ -146,11 +153,18 @@ class HostTransfer(GroupTransfer):
             self.store, self._slab, self._blocks(keys, block_ids, layers, depth), staged, self._memory.geometry
         )
 
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        depth: int = 0,
+        retain_until: float = 0.0,
+    ) -> Task:
         """Copy some layers of blocks and start to write them."""
         memory = self._memory
         first, end = memory.slice_count(layers.start), memory.slice_count(layers.stop)
-        task, rows = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first, depth)
+        task, rows = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first, depth, retain_until)
         for place, row in rows:
             at = 0
             for layer_slice in memory.buffers(memory.group.blocks_of(block_ids, place), layers):
@@ -350,10 +364,17 @@ class StagedTransfer(GroupTransfer):
         self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged, depth), task.end)
         return task
 
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        depth: int = 0,
+        retain_until: float = 0.0,
+    ) -> Task:
         """Save some layers of blocks from the device; blocks for which there is no room fail at once."""
         sizes = self._memory.geometry.slice_sizes[layers.start : layers.stop]
-        task, rows = self._saver.begin(keys, sizes, layers.start, depth)
+        task, rows = self._saver.begin(keys, sizes, layers.start, depth, retain_until)
         if not rows:
             task.copied.set()
             return task

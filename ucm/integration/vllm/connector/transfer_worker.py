@@ -334,7 +334,7 @@ class TransferWorker:
     def start_save(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
         """Start to save some layers of blocks; ``whole`` with the last ones."""
         transfer = self.groups[moves.group]
-        task = transfer.save(moves.keys, moves.block_ids, layers, moves.depth)
+        task = transfer.save(moves.keys, moves.block_ids, layers, moves.depth, moves.retain_until)
         self._under_way.append(
             SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole, moves.request_id)
         )

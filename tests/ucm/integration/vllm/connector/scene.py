@@ -37,6 +37,7 @@ class KeyStore(KVStore):
         self.lookups = 0
         self.read: list[bytes] = []
         self.renewed: list[list[bytes]] = []
+        self.retained: list[tuple[list[bytes], float]] = []
         #: While it is not set, no call to the medium returns.
         self.answers = clock.event()
         self.answers.set()
@@ -53,6 +54,10 @@ class KeyStore(KVStore):
 
     def renew(self, keys: Sequence[BlockKey]) -> None:
         self.renewed.append(list(keys))
+
+    def retain(self, keys: Sequence[BlockKey], until: float, *, pinned: bool = False) -> None:
+        assert not pinned
+        self.retained.append((list(keys), until))
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         task = TransferTask(len(blocks), clock=self._clock)
@@ -96,6 +101,7 @@ class Counted:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
         self.failures: list[str] = []
+        self.hints: list[str] = []
 
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
         assert seconds >= 0
@@ -103,6 +109,9 @@ class Counted:
 
     def hashed(self, blocks: int, seconds: float) -> None:
         pass
+
+    def hinted(self, outcome: str) -> None:
+        self.hints.append(outcome)
 
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         self.failures += [f"{operation}.{cause}"] * blocks

@@ -68,7 +68,14 @@ class Scripted(GroupTransfer):
         self.staged.append(staged)
         return self._call("load", keys, layers, f" into {list(block_ids)}")
 
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        depth: int = 0,
+        retain_until: float = 0.0,
+    ) -> Task:
         return self._call("save", keys, layers, f" from {list(block_ids)}")
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:

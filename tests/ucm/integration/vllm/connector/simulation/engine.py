@@ -52,6 +52,9 @@ class Uncounted:
     def hashed(self, blocks: int, seconds: float) -> None:
         pass
 
+    def hinted(self, outcome: str) -> None:
+        pass
+
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         pass
 

@@ -1,0 +1,163 @@
+"""``ucm store retain``, ``pin`` and ``drop``: the blocks of one prompt, tier by tier."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.commands.store.test_lookup import below_the_disk, config, prompt  # noqa: F401 - fixtures
+from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, described, keys  # noqa: F401 - a fixture
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.leases import LeaseRules
+from ucm.testing.blocks import key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ucm.commands.store.conftest import Answer, Remote
+
+pytestmark = pytest.mark.usefixtures("described")
+RULES = LeaseRules.of(StoreConfig())
+
+
+@pytest.fixture
+def run(ask: Callable[..., Answer], config: Path, prompt: Path) -> Callable[..., Answer]:  # noqa: F811 - fixtures
+    def run(command: str, *more: object) -> Answer:
+        return ask(command, "--config", config, "--model", "/m", "--tokens", prompt, *more)
+
+    return run
+
+
+def files(config: Path) -> list[Path]:  # noqa: F811 - the file
+    """Return where the prompt's blocks are on disk; 0, 1, 2 and 4 are stored."""
+    layout = Layout(str(config.parent / "kv"), f"{NAMESPACE}/g0")
+    return [Path(layout.block(one)) for one in keys(5)]
+
+
+@pytest.mark.parametrize("command", ["retain", "pin"])
+def test_the_blocks_of_a_prompt_are_leased(
+    run: Callable[..., Answer],
+    ask: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    command: str,
+) -> None:
+    begun = time.time()
+    answer = run(command, "--for", "2h")
+    assert answer.code == 0, answer.err
+    what = {"retain": "retained", "pin": "pinned"}[command]
+    first, second = answer.out.splitlines()
+    assert first.startswith(f"Cache: 1 of 1 stored block {what} until 20")
+    assert second.startswith(f"Posix: 4 of 4 stored blocks {what} until 20")
+    now = time.time_ns()
+    stamps = [path.stat().st_mtime_ns for path in files(config) if path.exists()]
+    assert [RULES.is_pinned(stamp, now) for stamp in stamps] == [command == "pin"] * 4
+    assert stamps == sorted(stamps, reverse=True)
+    assert all(7199 < stamp / 1e9 - begun < 7260 for stamp in stamps)
+    nbytes = sum(path.stat().st_size for path in files(config) if path.exists())
+    (posix,) = (one for one in ask("stat", "--json", "--config", config).data["directories"] if one["tier"] == "posix")
+    (found,) = posix["namespaces"]
+    assert (found["leased_bytes"], found["pinned_bytes"]) == (nbytes, nbytes if command == "pin" else 0)
+    assert "in blocks with a lease" in ask("stat", "--config", config).out
+
+
+def test_all_ranks_are_leased(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    described: dict[str, Any],  # noqa: F811 - the fixture
+) -> None:
+    (stored,) = described["facts"].stored
+    described["facts"] = replace(
+        described["facts"], stored=(replace(stored, ranks=(f"{NAMESPACE}/g0", f"{NAMESPACE}/g0-other")),)
+    )
+    root = str(config.parent / "kv")
+    with open_store(StoreConfig(directories=(root,)), f"{NAMESPACE}/g0-other", GEOMETRY) as store:
+        save(store, keys(2), GEOMETRY)
+    assert run("pin", "--for", "1h", "--json").data["tiers"]["Posix"] == {"blocks": 6, "leased": 6}
+    assert run("drop", "--json").data == {"dropped": {"Cache": 1, "Posix": 6}, "failed": {}}
+
+
+def test_a_lease_that_is_too_long_is_refused(run: Callable[..., Answer]) -> None:
+    answer = run("pin", "--for", "2d")
+    assert answer.code != 0
+    assert "a lease of 172800 seconds is too long: the longest has 86400" in answer.err
+
+
+def test_nothing_stored_is_a_problem(run: Callable[..., Answer]) -> None:
+    assert run("drop").code == 0
+    answer = run("retain", "--for", "1h")
+    assert (answer.code, answer.out.splitlines()[1].split(" until")[0]) == (1, "Posix: 0 of 0 stored blocks retained")
+
+
+def test_a_file_system_with_whole_seconds_has_no_pins(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    utime = os.utime
+
+    def coarse(path: Any, times: Any = None, *, ns: tuple[int, int] | None = None, **more: Any) -> None:
+        if ns is not None:
+            times = tuple(one // 10**9 for one in ns)
+        utime(path, times, **more)
+
+    monkeypatch.setattr(os, "utime", coarse)
+    answer = run("pin", "--for", "1h")
+    assert answer.code == 1
+    assert "Posix: 0 of 4 stored blocks pinned" in answer.out
+    assert all(path.stat().st_mtime > time.time() + 3500 for path in files(config) if path.exists()), "but retained"
+
+
+def test_dropping_one_prompt_leaves_others_whole(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    memory: str,
+) -> None:
+    root = str(config.parent / "kv")
+    others = [key(number) for number in range(20)]
+    for place in (StoreConfig(directories=(root,)), StoreConfig(pipeline="Cache", dram_directory=memory)):
+        with open_store(place, f"{NAMESPACE}/g0", GEOMETRY) as store:
+            save(store, others, GEOMETRY)
+    answer = run("drop", "--from-token", SIZE + 1)  # of the second block, too, since it has tokens that are left
+    assert (answer.code, answer.out) == (0, "Cache: 0 blocks deleted\nPosix: 2 blocks deleted\n")
+    assert [path.exists() for path in files(config)] == [True, True, False, False, False]
+    answer = run("drop")
+    assert (answer.code, answer.out) == (0, "Cache: 1 block deleted\nPosix: 2 blocks deleted\n")
+    for place in (StoreConfig(directories=(root,)), StoreConfig(pipeline="Cache", dram_directory=memory)):
+        with open_store(place, f"{NAMESPACE}/g0", GEOMETRY) as store:
+            assert store.lookup([*others, *keys(5)]) == [True] * 20 + [False] * 5
+
+
+def test_a_server_evicts_by_itself_and_its_blocks_can_be_dropped(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    remote: Remote,
+) -> None:
+    alone = below_the_disk(config, remote)
+    with open_store(alone, f"{NAMESPACE}/g0", GEOMETRY) as store:
+        assert save(store, [*keys(5)[2:4], key(1)], GEOMETRY).failed == {}
+    answer = run("retain", "--for", "1h")
+    assert answer.code == 0
+    assert answer.out.splitlines()[1] == f"{remote.name}: no leases: what it evicts is decided elsewhere"
+    answer = run("drop")
+    assert (answer.code, answer.out) == (0, f"Posix: 4 blocks deleted\n{remote.name}: 2 blocks deleted\n")
+    with open_store(alone, f"{NAMESPACE}/g0", GEOMETRY) as store:
+        assert store.lookup([*keys(5), key(1)]) == [False] * 5 + [True]
+
+
+def test_a_server_that_does_not_answer_is_named(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    remote: Remote,
+) -> None:
+    below_the_disk(config, remote, timeout=5.0, transfer_timeout=5.0, **remote.unanswered)
+    answer = run("drop")
+    assert answer.code == 1
+    assert "Posix: 4 blocks deleted" in answer.out
+    assert f"{remote.name}: " in answer.out

@@ -1,0 +1,316 @@
+"""Retained and pinned blocks in the Posix tier, with the store's own evictor; in memory; and after a kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
+from tests.ucm.store.workers import lease_until_killed
+from ucm.store.base import BlockCorruptError, BlockTransfer
+from ucm.store.factory import open_store
+from ucm.store.posix.files import quarantine
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.leases import LeaseRules, pinned_until
+from ucm.store.posix.paths import touch, unlink_unused
+from ucm.store.posix.scan import evict, scan
+from ucm.store.tier import kept_until, used_until
+from ucm.testing.blocks import Memory, content, key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.config import StoreConfig
+    from ucm.testing.clock import SimulatedClock
+
+UNIT = 4096  #: what a file takes in the tally
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def patient(config: StoreConfig, clock: SimulatedClock) -> StoreConfig:
+    """Room for 100 blocks; see the fixture of the same name in `test_chains`."""
+    clock.advance(3600.0)
+    return replace(config, touch_seconds=TOUCH, lookup_cache_keys=0, posix_capacity_bytes=100 * UNIT)
+
+
+def settle(clock: SimulatedClock) -> None:
+    """Let the evictor's thread set the times of files."""
+    clock.advance(6.0)
+
+
+def flood(clock: SimulatedClock, store: KVStore, prompt: int, blocks: int) -> None:
+    """Write blocks of other prompts, in chains of ten; the bound on the capacity holds at each moment."""
+    for number in range(blocks // 10):
+        keys = [key(100_000 * (prompt + 1) + 10 * number + place) for place in range(10)]
+        for place in range(10):
+            clock.run_until(partial(wrote, store, keys, place))
+        used = store.stats()["posix"].used_bytes
+        assert used is not None
+        assert used <= 100 * UNIT
+        clock.advance(1.0)
+
+
+def wrote(store: KVStore, keys: Sequence[BlockKey], place: int) -> bool:
+    save(store, keys[: place + 1], place)
+    return store.lookup([keys[place]]) == [True]
+
+
+def stamps(config: StoreConfig, keys: Sequence[BlockKey]) -> list[int]:
+    layout = Layout(config.directories[0], NAMESPACE)
+    return [Path(layout.block(one)).stat().st_mtime_ns for one in keys]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_leased_chain_outlives_others_and_then_goes_from_its_end(
+    patient: StoreConfig, clock: SimulatedClock, *, pinned: bool
+) -> None:
+    keys = chain(0, 30)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        store.retain(keys, clock.time() + 1800.0, pinned=pinned)
+        settle(clock)
+        flood(clock, store, 1, 300)
+        assert all(found(store, keys))
+        clock.advance(1800.0 + TOUCH)
+        flood(clock, store, 2, 80)
+        assert not all(found(store, keys)), "the lease has ended, and with it the block's advantage"
+        assert has_no_gap(store, keys)
+        flood(clock, store, 3, 100)
+        assert not any(found(store, keys))
+
+
+def test_without_a_lease_the_chain_goes(patient: StoreConfig, clock: SimulatedClock) -> None:
+    keys = chain(0, 30)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        settle(clock)
+        flood(clock, store, 1, 300)
+        assert not any(found(store, keys))
+
+
+def test_retained_blocks_go_when_nothing_else_is_left_and_pinned_ones_do_not(
+    patient: StoreConfig, clock: SimulatedClock
+) -> None:
+    soft, hard = chain(0, 80), [key(7000 + place) for place in range(40)]
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, hard)
+        store.retain(hard, clock.time() + 1800.0, pinned=True)
+        settle(clock)
+        save(store, soft[:50])
+        store.retain(soft, clock.time() + 3600.0)  # for longer than the pins
+        settle(clock)
+        flood(clock, store, 1, 60)
+        assert all(found(store, hard))
+        root = patient.directories[0]
+        evict(root, scan(root), 99 * UNIT, lambda _: None, LeaseRules.of(patient), 50 * UNIT, clock=clock)
+        assert all(found(store, hard))
+        assert not any(found(store, soft))
+
+
+def test_pins_beyond_half_of_the_capacity_are_only_retained(patient: StoreConfig, clock: SimulatedClock) -> None:
+    early, late = [key(7000 + place) for place in range(40)], [key(8000 + place) for place in range(40)]
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        for keys, seconds in ((early, 900.0), (late, 1800.0)):
+            save(store, keys)
+            settle(clock)
+            store.retain(keys, clock.time() + seconds, pinned=True)
+            settle(clock)
+        root = patient.directories[0]
+        evict(root, scan(root), 1e12, lambda _: None, LeaseRules.of(patient), 50 * FILE, clock=clock)
+        assert all(found(store, late))
+        assert found(store, early) == [True] * 10 + [False] * 30
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_use_never_shortens_a_lease(patient: StoreConfig, clock: SimulatedClock, *, pinned: bool) -> None:
+    keys = chain(0, 5)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        until = clock.time() + 1800.0
+        store.retain(keys, until, pinned=pinned)
+        settle(clock)
+        expected = [kept_until(until, depth) + 500 * pinned for depth in range(5)]
+        assert stamps(patient, keys) == expected
+        store.renew(keys)
+        memories = [Memory(one, SMALL) for one in keys]
+        store.wait(store.load([BlockTransfer(m.key, m.slices, depth=d) for d, m in enumerate(memories)]))
+        store.retain(keys, until - 600.0)
+        settle(clock)
+        assert stamps(patient, keys) == expected
+        # Two leases join: the later end, pinned if one is.
+        store.retain(keys, until + 600.0)
+        settle(clock)
+        assert stamps(patient, keys) == [kept_until(until + 600.0, depth) + 500 * pinned for depth in range(5)]
+        # After its end a block is like any other.
+        clock.advance(2400.0 + TOUCH)
+        store.renew(keys)
+        settle(clock)
+        now = clock.time()
+        assert stamps(patient, keys)[0] in {used_until(now, TOUCH, 0), used_until(now - 6.0, TOUCH, 0)}
+
+
+def test_a_lease_is_bounded_and_a_wrong_clock_makes_no_block_immortal(
+    patient: StoreConfig, clock: SimulatedClock
+) -> None:
+    keys = chain(0, 3)
+    layout = Layout(patient.directories[0], NAMESPACE)
+    with open_store(replace(patient, lease_seconds=600.0), NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        clock.advance(TOUCH - clock.time() % TOUCH)
+        span_ends = (clock.time() // TOUCH + 1) * TOUCH
+        store.retain(keys, clock.time() + 1e9, pinned=True)
+        settle(clock)
+        assert stamps(patient, keys)[0] == pinned_until(kept_until(span_ends + 600.0, 0))
+        wrong = int((clock.time() + 10 * 365 * 86400) * 1e9) // 1000 * 1000 + 500
+        os.utime(layout.block(keys[2]), ns=(wrong, wrong))
+        rules = LeaseRules.of(replace(patient, lease_seconds=600.0))
+        assert evict(layout.root, scan(layout.root), 1, lambda _: None, rules, 1e9, clock=clock) == (1, FILE)
+        assert found(store, keys) == [True, True, False]
+        os.utime(layout.block(keys[1]), ns=(wrong, wrong))
+        store.renew(keys)
+        clock.advance(TOUCH)
+        store.renew(keys)
+        settle(clock)
+        assert stamps(patient, keys[1:2])[0] < wrong, "a use corrects it"
+
+
+def test_a_lease_is_set_at_once(patient: StoreConfig, clock: SimulatedClock) -> None:
+    """By a process that does not evict, which looks every five seconds: another one may evict in between."""
+    keys, until = chain(0, 3), clock.time() + 900.0
+    with (
+        open_store(patient, NAMESPACE, SMALL, clock=clock) as evicts,
+        open_store(patient, NAMESPACE, SMALL, clock=clock) as store,
+    ):
+        save(evicts, keys)
+        settle(clock)
+        store.renew(keys)
+        settle(clock)
+        store.retain(keys, until)
+        clock.advance(0.05)
+        assert stamps(patient, keys)[0] == kept_until(until, 0)
+
+
+def test_no_leases_if_the_longest_is_0(patient: StoreConfig, clock: SimulatedClock) -> None:
+    keys = chain(0, 1)
+    with open_store(replace(patient, lease_seconds=0.0), NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        settle(clock)
+        before = stamps(patient, keys)
+        store.retain(keys, clock.time() + 600.0, pinned=True)
+        settle(clock)
+        assert stamps(patient, keys) == before
+
+
+def test_blocks_are_saved_with_their_lease_in_every_tier(
+    patient: StoreConfig, clock: SimulatedClock, memory: str
+) -> None:
+    both = replace(patient, pipeline="Dram|Posix", dram_directory=memory, dram_capacity_bytes=1 << 20)
+    keys = chain(0, 3)
+    until = clock.time() + 1800.0
+    with open_store(both, NAMESPACE, SMALL, clock=clock) as store:
+        memories = [Memory(one, SMALL, content(one, SMALL)) for one in keys]
+        blocks = [BlockTransfer(m.key, m.slices, depth=d, retain_until=until) for d, m in enumerate(memories)]
+        store.wait(store.save(blocks))
+        store.wait(store.commit(keys))
+        assert store.flush(60.0)
+        settle(clock)
+        assert stamps(patient, keys) == [kept_until(until, depth) for depth in range(3)]
+        clock.advance(3.0)
+        store.renew(keys)
+        settle(clock)
+    in_memory = [int.from_bytes(segment.read_bytes()[48:56], "little") for segment in Path(memory).rglob("segments/*")]
+    assert max(in_memory) == kept_until(until, 0)
+
+
+def test_a_damaged_block_has_no_lease(patient: StoreConfig, clock: SimulatedClock) -> None:
+    keys = chain(0, 2)
+    layout = Layout(patient.directories[0], NAMESPACE)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        store.retain(keys, clock.time() + 600.0, pinned=True)
+        settle(clock)
+    assert quarantine(layout, keys[0], BlockCorruptError("x"), 16)
+    gone: list[str] = []
+    evict(layout.root, scan(layout.root), 1e9, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
+    assert len(gone) == 1
+    assert gone[0].endswith("-corrupt")
+
+
+def test_what_another_process_touches_is_neither_touched_nor_deleted(
+    patient: StoreConfig, clock: SimulatedClock
+) -> None:
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, chain(0, 1))
+    path = Layout(patient.directories[0], NAMESPACE).block(chain(0, 1)[0])
+    before = Path(path).stat().st_mtime_ns
+
+    def inside(old: int) -> int:
+        with pytest.raises(BlockingIOError):
+            touch(path, lambda _: 1)
+        with pytest.raises(BlockingIOError):
+            unlink_unused(path, before)
+        return old + 1000
+
+    assert touch(path, inside) == before + 1000
+    assert not unlink_unused(path, before)
+    assert unlink_unused(path, before + 1000)
+    with pytest.raises(FileNotFoundError):
+        touch(path, lambda old: old)
+
+
+def test_joined_times_form_a_lattice() -> None:
+    """Whatever the order of leases and uses, the outcome is the same."""
+    rules, now, chance = LeaseRules(10**15), 10**18, random.Random(3)  # noqa: S311 - no secret
+    for _ in range(300):
+        given = [now + 1000 * chance.randrange(-9, 999) + 500 * (chance.random() < 0.3) for _ in range(4)]
+        ends = set()
+        for _ in range(6):
+            chance.shuffle(given)
+            stamp = now - 10**6
+            for new in given:
+                stamp = rules.joined(stamp, new, now)
+            ends.add(stamp)
+        assert len(ends) == 1
+        (end,) = ends
+        assert end >= max(given) - 500
+        assert rules.is_pinned(end, now) == any(rules.is_pinned(one, now) for one in given)
+
+
+def test_a_kill_loses_no_lease_and_leaves_none_for_ever(config: StoreConfig) -> None:
+    """A process leases one block after the other, pins among them, and is killed at random moments."""
+    keys = [key(number) for number in range(400)]
+    with open_store(config, NAMESPACE, SMALL) as store:
+        save(store, keys)
+    layout, rules = Layout(config.directories[0], NAMESPACE), LeaseRules.of(config)
+    paths = [layout.block(one) for one in keys]
+    for number, steps in enumerate((1, 7, 50, 173)):
+        ours, its = SPAWN.Pipe()
+        until = int((time.time() + 600 + number) * 1e6) * 1000
+        process = SPAWN.Process(target=lease_until_killed, args=(paths, until, its))
+        process.start()
+        told = [ours.recv() for _ in range(steps)]
+        process.kill()
+        process.join()
+        while ours.poll():
+            told.append(ours.recv())
+        now = time.time_ns()
+        for place in told:  # what was acknowledged holds
+            assert Path(paths[place]).stat().st_mtime_ns == until + 500 * (place % 2)
+        for path in paths:  # nothing is in between, or held by the dead
+            stamp = Path(path).stat().st_mtime_ns
+            assert stamp <= now + 700 * 10**9
+            assert touch(path, partial(rules.joined, new=stamp, now=now)) == stamp
+    root = config.directories[0]
+    later = int((time.time() + 3600) * 1e9)
+    assert not any(rules.is_pinned(Path(path).stat().st_mtime_ns, later) for path in paths)
+    assert evict(root, scan(root), 1e12, lambda _: None, rules, 0.0)[0] == len(keys)
