@@ -140,7 +140,7 @@ FAILURES = _counter(
     "Blocks that were not loaded (their tokens are recomputed) or not saved, by cause.",
     "blocks",
     ("operation", "cause"),
-    _FAILURES,
+    (*_FAILURES, ("load", "awaited")),
 )
 HINTS = _counter(
     "hints_total",
