@@ -262,7 +262,7 @@ def test_drafts_choose_as_if_they_were_alone_and_leave_nothing_behind() -> None:
 
     alone = chosen(None)
     assert len({str(of) for of in alone.values()}) > 20
-    for seed in range(6):
+    for seed in range(3):
         assert chosen(random.Random(seed)) == alone  # noqa: S311 - no secret
 
 
