@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from ucm.commands.options import quieten, read_prompt
+from ucm.commands.store.lookup import described_prompt
 from ucm.commands.store.stat import DIRECTORY_TIERS
 from ucm.commands.store.text import many, say, say_json
-from ucm.debug import block_keys, describe
+from ucm.debug import block_keys
 from ucm.store.base import StoreError
 from ucm.store.factory import back_end_class, open_tier
 from ucm.store.memory.segment import delete_blocks
@@ -30,9 +30,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used.
     """
-    quieten()
-    token_ids = read_prompt(options) or []
-    settings, facts = describe(options.config, options.model, options.engine_args)
+    settings, facts, token_ids = described_prompt(options)
     config = settings.store.as_store_config()
     dropped, failed = dict.fromkeys(config.parts, 0), dict[str, str]()
     for stored in facts.stored:

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
-from ucm.commands.options import quieten, read_prompt
+from ucm.commands.store.lookup import described_prompt
 from ucm.commands.store.stat import DIRECTORY_TIERS
 from ucm.commands.store.text import iso, many, say, say_json
-from ucm.debug import block_keys, describe
+from ucm.debug import block_keys
 from ucm.errors import UcmError
 from ucm.store.factory import open_tier
 from ucm.store.posix.layout import Layout
@@ -32,9 +32,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used, or the lease would be too long.
     """
-    quieten()
-    token_ids = read_prompt(options) or []
-    settings, facts = describe(options.config, options.model, options.engine_args)
+    settings, facts, token_ids = described_prompt(options)
     config = settings.store.as_store_config()
     if options.seconds > config.lease_seconds:
         raise UcmError(

@@ -13,7 +13,21 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from ucm.config.settings import ConnectorConfig
     from ucm.debug import FoundBlocks
+    from ucm.integration.vllm.weightless import EngineFacts
+
+
+def described_prompt(options: argparse.Namespace) -> tuple[ConnectorConfig, EngineFacts, Sequence[int]]:
+    """Return the settings, what an engine with them would store, and the prompt's tokens, for commands about a prompt.
+
+    Raises:
+        UcmError: The settings, the model or the prompt cannot be used.
+    """
+    quieten()
+    token_ids = read_prompt(options) or []
+    settings, facts = describe(options.config, options.model, options.engine_args)
+    return settings, facts, token_ids
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,9 +36,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used.
     """
-    quieten()
-    token_ids = read_prompt(options) or []
-    settings, facts = describe(options.config, options.model, options.engine_args)
+    settings, facts, token_ids = described_prompt(options)
     found = find_blocks(settings, facts, token_ids)
     groups = [one.stored.group for one in found]
     loaded = hit_length(settings, groups, [one.present for one in found], len(token_ids))
