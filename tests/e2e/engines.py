@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.prefix_engine import EngineFailedError, PrefixEngine
-from tests.e2e.prefix_runs import wait_for_quiet
 from tests.e2e.prefix_workload import Played, play_phase
 from tests.e2e.processes import IN_PROCESS, INSIDE
 
@@ -29,14 +28,12 @@ class Engine:
         phases: The batches of each phase.
         again: Phases that are repeated after all others, when their blocks are in the store and the engine's own
             prefix cache is empty.
-        store: The store's directory.
         switches: Its environment variables.
     """
 
     arguments: Mapping[str, Any]
     phases: Phases
     again: Phases = field(default_factory=dict)
-    store: Path | None = None
     switches: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,8 +75,8 @@ def run_engines(
         with started:
             try:
                 phases = {phase: play_phase(started, batches) for phase, batches in engine.phases.items()}
-                if engine.store is not None and engine.again:
-                    wait_for_quiet(engine.store)
+                if engine.again:
+                    started.settle()
                     if not started.reset():
                         raise RuntimeError(f"{name}: the engine's own prefix cache could not be emptied")
                 again = {phase: play_phase(started, batches) for phase, batches in engine.again.items()}

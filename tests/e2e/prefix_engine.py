@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.e2e.workload import Request
 
 MODULE = "ucm.integration.vllm.ucm_connector"
+#: Lets several processes receive functions, with which `inside/converse.py` looks into the workers.
+CODE_BY_RPC = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 #: Seconds after which an ending engine is killed.
 ENDING = 60.0
 
@@ -104,11 +106,12 @@ class PrefixEngine:
         wanted.setdefault("model", str(write_model(MODEL)))
         arguments.write_text(json.dumps(wanted), encoding="utf-8")
         with self._log.open("wb") as output:
+            own = {"PYTHONPATH": "", **CODE_BY_RPC, **(switches or {})}
             self._process = start(
                 environment,
                 [INSIDE / "converse.py", arguments],
                 directory=directory,
-                variables=variables(directory, {"PYTHONPATH": "", **(switches or {})}),
+                variables=variables(directory, own),
                 output=output,
                 conversing=True,
                 forked=forked,
@@ -127,6 +130,10 @@ class PrefixEngine:
     def reset(self) -> bool:
         """Reset the engine's own prefix cache; return whether that succeeded."""
         return bool(self._call("reset"))
+
+    def settle(self) -> None:
+        """Generate until all that UCM's connectors have saved is visible."""
+        self._call("settle")
 
     def reload(self, model: Path) -> None:
         """Load another model's weights in place."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 #: Seconds within which all saved blocks become visible on a busy machine.
 SAVED = 120.0
-#: Seconds without a new block after which none is expected.
-QUIET = 3.0
 _BLOCK_FILE = re.compile(r"[0-9a-f]{62}")
 
 
@@ -158,14 +156,6 @@ def block_files(store: Path) -> dict[str, Path]:
 def blocks_in_memory(store: Path) -> list[StoredBlock]:
     """Return the visible blocks of a Dram tier's directory."""
     return [block for block in stored_blocks(str(store)) if block.slot is not None] if store.is_dir() else []
-
-
-def wait_for_quiet(store: Path, patience: float = SAVED) -> None:
-    """Wait until no block has become visible for a while: with several groups, not all blocks are saved."""
-    deadline, known = time.monotonic() + patience, -1
-    while len(found := block_files(store)) != known and time.monotonic() < deadline:
-        known = len(found)
-        time.sleep(QUIET)
 
 
 def wait_for_blocks(store: Path, number: int, patience: float = SAVED) -> None:

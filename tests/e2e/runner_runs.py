@@ -180,7 +180,7 @@ class Runs:
         if scenario.connector:
             arguments |= connector(posix(own), scenario.connector, **(scenario.settings or {}))
         again = {name: batches for name, batches in phases().items() if scenario.connector and name in AGAIN}
-        return Engine(arguments, phases(), again, own, SEVERAL if scenario.several else {})
+        return Engine(arguments, phases(), again, SEVERAL if scenario.several else {})
 
 
 def _filled(value: Any, directory: str) -> Any:

@@ -118,7 +118,7 @@ def prefill_until_killed(engine: PrefixEngine, tokens: list[int], seconds: float
 @pytest.fixture(scope="module")
 def runs(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     from tests.e2e.prefix_engine import posix  # noqa: PLC0415 - needs the build's packages
-    from tests.e2e.prefix_runs import block_files, wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
 
     base, made, source = tmp_path_factory.mktemp("hand_off"), Runs(), random.Random(3)  # noqa: S311 - no secrets
     store = posix(base / "store")
@@ -136,7 +136,7 @@ def runs(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -
         found_for_all = prefill(producers[0], CROWD)
         made.prefilled += found_for_all
         made.decoded += decode(consumer, CROWD, [found.handed_over for found in found_for_all])
-        wait_for_quiet(base / "store")
+        consumer.settle()
         made.blocks.append(len(block_files(base / "store")))
         assert consumer.reset()
         decode(consumer, PROMPTS, [None] * len(PROMPTS))

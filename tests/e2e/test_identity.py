@@ -27,7 +27,6 @@ def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Envi
     """Otherwise the second one would hit blocks of the first one that it cannot read."""
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415
-    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     environment, store = environments.overlay, tmp_path / "store"
@@ -38,7 +37,7 @@ def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Envi
     for name, more in {"hybrid": {}, "one group": {"disable_hybrid_kv_cache_manager": True}}.items():
         with PrefixEngine(environment, tmp_path / name, {**engine, **more}, IN_PROCESS) as started:
             answers.append([answer for one in requests for answer in started.generate([one])])
-            wait_for_quiet(store)
+            started.settle()
         namespaces.update(re.findall(r"\[UCM.Connector\] namespace (\S+), (\d) stores? to look up", started.log))
     assert sorted(count for _, count in namespaces) == ["1", "3"]
     assert len({where for where, _ in namespaces}) == 2
@@ -49,7 +48,6 @@ def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Envi
 def test_caches_of_other_dtypes_share_nothing(environments: Environments, tmp_path: Path) -> None:
     """Both kinds of eight bits have blocks of one size."""
     from tests.e2e.prefix_engine import EngineFailedError, PrefixEngine, connector, posix  # noqa: PLC0415 - see above
-    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     store, requests = tmp_path / "store", [request(prompt(length, "dtypes"), 8) for length in (300, 600)]
@@ -59,7 +57,7 @@ def test_caches_of_other_dtypes_share_nothing(environments: Environments, tmp_pa
         try:
             with PrefixEngine(environments.overlay, tmp_path / f"{turn} {dtype}", settings, IN_PROCESS) as engine:
                 found = engine.generate(requests)
-                wait_for_quiet(store)
+                engine.settle()
         except EngineFailedError as error:
             if FP8_NEEDS in str(error):
                 pytest.skip(f"this processor cannot store KV so: {FP8_NEEDS}")
@@ -89,7 +87,6 @@ def test_weights_that_change_in_place_start_anew(environments: Environments, tmp
     from tests.e2e.engine import MODEL  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.model import write_model  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
-    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     environment, store = environments.overlay, tmp_path / "store"
@@ -97,13 +94,13 @@ def test_weights_that_change_in_place_start_anew(environments: Environments, tmp
     wanted = [request(prompt(300, "in place"), 8)]
     with PrefixEngine(environment, tmp_path / "changing", connector(posix(store)), IN_PROCESS) as engine:
         (old,) = engine.generate(wanted)
-        wait_for_quiet(store)
+        engine.settle()
         assert engine.reset()
         (again,) = engine.generate(wanted)
         engine.reload(other)
         assert engine.reset()
         (new,) = engine.generate(wanted)
-        wait_for_quiet(store)
+        engine.settle()
         assert engine.reset()
         (kept,) = engine.generate(wanted)
         engine.scale("model.layers.1.input_layernorm.weight", -1.0)

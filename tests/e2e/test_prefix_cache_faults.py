@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 KINDS = ("UCMDirectConnector", "UCMLayerWiseConnector")
 #: A failed directory is soon tried again; lookups are cached for long.
 STORE: dict[str, Any] = {"rest_seconds": 0.2, "lookup_cache_seconds": 600}
-#: The maximum number of resets, and seconds between them, until the engine has freed all its blocks.
-RESETS, PAUSE = 100, 0.1
 
 
 @dataclass
@@ -42,37 +39,23 @@ class Bench:
 
     def blocks_of(self, one: Request) -> list[Path]:
         """Have a request computed and stored; return the files of its prompt's blocks, in order."""
-        from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - needs the build's packages
+        from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
 
-        self.settle()
+        self.forget()
         found: list[Path] = []
         for end in range(BLOCK, len(one["prompt"]) + 1, BLOCK):
             before = set(block_files(self.store))
             self.engine.generate([{"prompt": one["prompt"][: end + 1], "params": {"max_tokens": 1}}])
-            wait_for_blocks(self.store, len(before) + 1)
+            self.engine.settle()
             (new,) = set(block_files(self.store)) - before
             found.append(block_files(self.store)[new])
         self.forget()
         return found
 
-    def settle(self) -> None:
-        """Make all earlier saves visible; the last blocks become so with the next step."""
-        from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
-
-        self.forget()
-        self.engine.generate([{"prompt": [5, 6, 7], "params": {"max_tokens": 1}}])
-        known = -1
-        while len(found := block_files(self.store)) != known:
-            known = len(found)
-            time.sleep(2 * PAUSE)
-
     def forget(self) -> None:
-        """Reset the engine's own prefix cache."""
-        for _ in range(RESETS):
-            if self.engine.reset():
-                return
-            time.sleep(PAUSE)
-        pytest.fail("the engine keeps blocks")
+        """Make all that was saved visible, and reset the engine's own prefix cache."""
+        self.engine.settle()
+        assert self.engine.reset(), "the engine keeps blocks"
 
     def failures(self, operation: str = "load") -> dict[str, float]:
         """Return the number of failed blocks so far, by cause."""
@@ -108,7 +91,8 @@ def test_a_damaged_block_is_computed_again(bench: Bench, name: str) -> None:
     DAMAGES[name](files[2], files[5])
     assert bench.tokens([one]) == bench.expected[name]
     assert bench.failures() == {**before, cause: before.get(cause, 0) + 1}
-    wait_for(files[2])  # it is stored again, and not while the next test counts files
+    bench.engine.settle()
+    assert files[2].exists()
 
 
 def test_it_is_stored_again(bench: Bench) -> None:
@@ -117,8 +101,8 @@ def test_it_is_stored_again(bench: Bench) -> None:
     damaged = DAMAGES["a bit of the first layer"]
     damaged(files[2], files[5])
     assert bench.tokens([one]) == bench.expected["healed"]
-    wait_for(files[2])
     bench.forget()
+    assert files[2].exists()
     before = bench.failures()
     (answer,) = bench.engine.generate([one])
     assert (answer.tokens, answer.cached) == (bench.expected["healed"][0], 6 * BLOCK)
@@ -192,16 +176,8 @@ def test_the_store_vanishes_and_comes_back(bench: Bench) -> None:
     assert bench.failures("save") == before[1]
     bench.forget()
     assert bench.tokens([lost]) == bench.expected["lost"]
-    wait_for(bench.store)
+    bench.engine.settle()
+    assert bench.store.exists()
     bench.blocks_of(back)
     (answer,) = bench.engine.generate([back])
     assert (answer.tokens, answer.cached) == (bench.expected["back"][0], 6 * BLOCK)
-
-
-def wait_for(path: Path) -> None:
-    """Wait until a file or directory exists."""
-    for _ in range(RESETS):
-        if path.exists():
-            return
-        time.sleep(PAUSE)
-    pytest.fail(f"{path} did not come back")

@@ -42,14 +42,13 @@ def run(
 ) -> tuple[list[Answer], str]:
     """Return a new engine's answers and log, once all blocks are in the store."""
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
-    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     started = PrefixEngine(environment, directory, engine, IN_PROCESS)
     with started:
         answers = [answer for batch in batches or requests() for answer in started.generate(batch)]
         if store is not None:
-            wait_for_quiet(store)
+            started.settle()
     return answers, started.log
 
 
@@ -226,7 +225,7 @@ def campaign(environment: Environment, directory: Path, engine: Mapping[str, Any
     """Change blocks of one group or another behind an engine's back; return what it answered."""
     from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
-    from tests.e2e.prefix_runs import block_files, wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     rounds: dict[str, list[Round]] = {what: [] for what in CHANGES}
@@ -238,7 +237,7 @@ def campaign(environment: Environment, directory: Path, engine: Mapping[str, Any
                 prompts = [prompt(5 * STATE_BLOCK // 2, f"{what} {number} {n}") for n in range(PROMPTS)]
                 batch, before = [request(tokens, 24) for tokens in prompts], set(block_files(store).values())
                 computed = started.generate(batch)
-                wait_for_quiet(store)
+                started.settle()
                 files = [path for kind in kinds for path in of_group(store, states=kind) if path not in before]
                 changed = len(files) if lost else damage_some(files, seed=number)
                 for path in files if lost else ():

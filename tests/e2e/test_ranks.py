@@ -106,7 +106,6 @@ class TwoWorkers:
             last: More requests, each alone, after all others.
         """
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
-        from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
         from tests.e2e.processes import INSIDE  # noqa: PLC0415 - needs the build's packages
 
         settings = dict(self.engine if workers == RANKS else self.model)
@@ -120,7 +119,7 @@ class TwoWorkers:
             answers = [answer for batch in batches() for answer in engine.generate(batch)]
             more = [answer for one in last for answer in engine.generate([one])]
             if store:
-                wait_for_quiet(self.directory / store)
+                engine.settle()
             preemptions = engine.counters()["vllm:num_preemptions_total"]
         return Played(answers, preemptions, engine.log, more)
 
@@ -165,22 +164,20 @@ def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(two: TwoWo
 def changed_in_one_worker(two: TwoWorkers) -> None:
     """Change weights in the second worker only, which the first does not see, and look for what is stored after it."""
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
-    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
 
     store = two.directory / "changed-store"
     before, after = ([request(prompt(20 * BLOCK + 5, when), 8)] for when in ("before", "after"))
     settings = {**two.engine, **connector(posix(store))}
-    switches = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    with PrefixEngine(two.environment, two.directory / "changing", settings, switches) as engine:
+    with PrefixEngine(two.environment, two.directory / "changing", settings) as engine:
         (old,) = engine.generate(before)
-        wait_for_quiet(store)
+        engine.settle()
         assert engine.reset()
         (again,) = engine.generate(before)
         engine.scale("model.layers.1.input_layernorm.weight", -1.0, RANKS - 1)
         assert engine.reset()
         (new,) = engine.generate(before)
         engine.generate(after)
-        wait_for_quiet(store)
+        engine.settle()
         log = engine.log
     with PrefixEngine(two.environment, two.directory / "unchanged", settings) as engine:
         answers = [answer for batch in (before, after) for answer in engine.generate(batch)]

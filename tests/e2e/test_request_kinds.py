@@ -36,7 +36,6 @@ def answers(environments: Environments, tmp_path_factory: pytest.TempPathFactory
         "model": plain["model"],
         "plain": plain,
         "ours": {**plain, **connector(posix(store), "UCMConnector")},
-        "store": str(store),
         "adapters": str(directory / "adapters"),
         "engines": dict.fromkeys(("hearing", "hearing later", "hearing names", "hearing after"), audio),
         "name": NAME,

@@ -13,7 +13,6 @@ import pytest
 from tests.e2e.engine import MODEL
 from tests.e2e.engines import Engine, Record, run_engines
 from tests.e2e.model import write_model
-from tests.e2e.prefix_runs import wait_for_quiet
 from tests.e2e.prefix_workload import prompt, request
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class Runs:
             window = name.partition(" ")[0]
             own = method(int(window) if window.isdigit() else None)
             self.run(name, {**own, "kv_transfer_config": files(self._tier)})
-            wait_for_quiet(self._tier)
         for name, connector in {EXAMPLE: example(self._tier), "both": both(self._tier)}.items():
             self.run(name, {**method(128), "kv_transfer_config": connector})
         vouched = {**method(128, ucm_trusted_connectors=[EXAMPLE]), "kv_transfer_config": example(directory / "own")}

@@ -18,6 +18,8 @@ from typing import Any
 
 #: Labels that all of an engine's metrics share.
 COMMON_LABELS = ("model_name", "engine")
+#: A request for a step, of which nothing is saved.
+ANY_REQUEST = {"prompt": [5, 6, 7], "params": {"max_tokens": 1}}
 
 
 class Engine:
@@ -66,6 +68,10 @@ class Engine:
                     found[f"{sample.name}{{{text}}}" if text else sample.name] = sample.value
         return found
 
+    def settle(self) -> None:
+        """Make all that UCM's connectors have saved visible."""
+        import_module("settling").settle(self._llm, lambda: self.generate([ANY_REQUEST]))
+
     def reset(self) -> bool:
         """Reset the engine's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
@@ -75,10 +81,7 @@ class Engine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def scale(self, name: str, factor: float, rank: int | None = None) -> None:
-        """Multiply one parameter in place, bypassing torch's version counter, in one worker or in all.
-
-        An engine of several processes needs ``VLLM_ALLOW_INSECURE_SERIALIZATION``.
-        """
+        """Multiply one parameter in place, bypassing torch's version counter, in one worker or in all."""
 
         def scaled(worker: Any) -> None:
             if rank in (None, worker.rank):

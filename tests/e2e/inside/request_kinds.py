@@ -1,6 +1,6 @@
 """Engines that serve requests of many kinds, each in a fork of this process: `request_kinds.py SPEC RESULT`.
 
-The specification has the model, the arguments of ``LLM`` without and with UCM's connector, the store's directory, one
+The specification has the model, the arguments of ``LLM`` without and with UCM's connector, a directory
 for LoRA adapters, and further arguments of some engines, by name. The result has the answers of each engine, by name:
 of every request its generated tokens, or its pooled values, and the number of prompt tokens that were not computed.
 """
@@ -30,8 +30,6 @@ Answers = dict[str, list[tuple[Any, int]]]
 LENGTHS = (40, 100, 300)
 #: Samples of a second of sound.
 RATE = 16_000
-#: Seconds without a new file after which none is expected.
-QUIET = 2.0
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _numbers = itertools.count()
 
@@ -57,14 +55,13 @@ def serve(llm: Any, requests: list[tuple[dict[str, Any], Any, dict[str, Any]]]) 
     return [found[name] for name in names]
 
 
-def empty(llm: Any, store: Path) -> None:
+def empty(llm: Any) -> None:
     """Empty vLLM's own prefix cache when everything is stored."""
-    known, since = -1, time.monotonic()
-    while time.monotonic() - since < QUIET:
-        found = sum(path.is_file() for path in store.rglob("*"))
-        if found != known:
-            known, since = found, time.monotonic()
-        time.sleep(0.1)
+    from vllm import PoolingParams, SamplingParams  # noqa: PLC0415 - not in the test's process
+
+    pools = llm.llm_engine.vllm_config.model_config.runner_type == "pooling"
+    params = PoolingParams(task="embed") if pools else SamplingParams(max_tokens=1)
+    import_module("settling").settle(llm, lambda: serve(llm, [({"prompt_token_ids": [5, 6, 7]}, params, {})]))
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM's own prefix cache could not be emptied")
 
@@ -103,7 +100,7 @@ def generating(llm: Any, spec: dict[str, Any]) -> Answers:
         for name, requests in kinds.items():
             found[name + again] = serve(llm, requests)
         found["prompt logprobs" + again] = [serve(llm, [(one, params(prompt_logprobs=1), {})])[0] for one in tokens]
-        empty(llm, Path(spec["store"]))
+        empty(llm)
     return found
 
 
@@ -116,7 +113,7 @@ def pooling(llm: Any, spec: dict[str, Any]) -> Answers:
         for task in ("embed", "token_embed"):
             params = PoolingParams(task=task)
             found[task + again] = serve(llm, [({"prompt_token_ids": prompt(n)}, params, {}) for n in LENGTHS])
-        empty(llm, Path(spec["store"]))
+        empty(llm)
     return found
 
 
@@ -149,7 +146,7 @@ def adapting(llm: Any, spec: dict[str, Any]) -> Answers:
         lora = LoRARequest(f"adapter {number}", number, str(where), load_inplace=inplace)
         texts = [{"prompt_token_ids": prompt(length)} for length in LENGTHS]
         found[what] = [serve(llm, [(one, params, {"lora_request": lora})])[0] for one in texts]
-        empty(llm, Path(spec["store"]))
+        empty(llm)
 
     def put(seed: int) -> None:
         shutil.rmtree(path)
@@ -176,7 +173,7 @@ def hearing(llm: Any, spec: dict[str, Any]) -> Answers:
     for again in ("", " again"):
         for what, sounds in asked.items():
             found[what + again] = serve(llm, [_with_sounds(spec, sounds, named=what == "named")])
-        empty(llm, Path(spec["store"]))
+        empty(llm)
     return found
 
 
@@ -192,7 +189,7 @@ def hearing_names(llm: Any, spec: dict[str, Any]) -> Answers:
     for again in ("", " again"):
         for sound in (4, 5):
             found[f"{sound}{again}"] = serve(llm, [_with_sounds(spec, [sound], named=True)])
-        empty(llm, Path(spec["store"]))
+        empty(llm)
     return found
 
 
