@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20
-#: Rows are cut from allocations of about this many bytes, or of the whole limit if that is less.
-EXTENT_BYTES = 8 << 20
+#: Rows are cut from allocations of about this many bytes, or of the whole limit if that is less, and of no more rows
+#: than this: cutting takes time per row, which tiny blocks would need in one step.
+EXTENT_BYTES, EXTENT_ROWS = 8 << 20, 256
 #: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
 #: of a page costs ten times as much as copying it.
 KEEP_SECONDS = 60.0
@@ -125,7 +126,7 @@ class SaveRoom:
         return rows.pop()
 
     def _rows_per_extent(self, nbytes: int) -> int:
-        return max(1, min(EXTENT_BYTES, self._limit) // nbytes)
+        return min(EXTENT_ROWS, max(1, min(EXTENT_BYTES, self._limit) // nbytes))
 
     def _trim(self, nbytes: int, most: int) -> list[Buffer]:
         """Remove and return free rows of one size, whole allocations; at least ``most`` bytes remain in all."""
