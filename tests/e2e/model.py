@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import array
 import json
-import os
 import random
 import struct
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.shared import publish
+from tests.e2e.shared import locked, publish
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,13 +46,16 @@ CONFIG: dict[str, Any] = {
 
 def write_model(directory: Path) -> Path:
     """Write configuration, weights and tokenizer to a directory, unless they exist."""
-    if not (directory / "model.safetensors").exists():
+    weights = directory / "model.safetensors"
+    if not weights.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(directory, VOCABULARY)
-        (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-        draft = directory / f"model.{os.getpid()}"
-        draft.write_bytes(_safetensors(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
-        publish(draft, directory / "model.safetensors")
+        with locked(directory.with_suffix(".lock")):
+            if not weights.exists():
+                write_tokenizer(directory, VOCABULARY)
+                (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+                draft = directory / "draft"
+                draft.write_bytes(_safetensors(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
+                publish(draft, weights)
     return directory
 
 

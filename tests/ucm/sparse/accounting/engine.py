@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.e2e.engine import MODEL
 from tests.e2e.model import write_model
 from tests.ucm.sparse.accounting.device import LAYERS, Device, following, marks
 from tests.ucm.stepping.engine import CheckedEngine
@@ -20,7 +21,6 @@ from tests.ucm.stepping.vllm_objects import engine_config
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ucm.sparse.sink_window import SinkWindow
 
@@ -48,14 +48,13 @@ class Engine(CheckedEngine):
 
     Args:
         setting: The engine's setting.
-        directory: The directory of its model's configuration.
         chance: The source of random choices.
     """
 
-    def __init__(self, setting: Setting, directory: Path, chance: random.Random) -> None:
+    def __init__(self, setting: Setting, chance: random.Random) -> None:
         self.setting = setting
         sparse = {"ucm_sparse_config": {"tests.ucm.sparse.accounting.device:SmallTiles": setting.options}}
-        config = engine_config(write_model(directory), setting, BLOCK, LENGTH, additional_config=sparse)
+        config = engine_config(write_model(MODEL), setting, BLOCK, LENGTH, additional_config=sparse)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=config.model_config.dtype)
         super().__init__(setting, config, LAYERS, spec, chance)
         self.method: SinkWindow = self.scheduler._ucm_sparse_method

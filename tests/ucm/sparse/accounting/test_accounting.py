@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,9 +12,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside
 from tests.ucm.sparse.accounting.device import VOCABULARY
 from tests.ucm.sparse.accounting.engine import BLOCK, Engine, Setting
 from ucm.sparse import sink_window
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STEPS = 500
 
@@ -70,8 +66,8 @@ def run(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_random_steps(name: str, tmp_path: Path) -> None:
-    engine = Engine(ENGINES[name], tmp_path, random.Random(name))  # noqa: S311 - no secret
+def test_random_steps(name: str) -> None:
+    engine = Engine(ENGINES[name], random.Random(name))  # noqa: S311 - no secret
     run(engine)
     print(name, dict(engine.happened), "skipped", engine.device.skipped_blocks)
     assert engine.happened["finished"] > 30
@@ -84,31 +80,31 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
         assert engine.happened["preemptions"] > 5
 
 
-def test_releasing_behind_the_scheduler_s_count_shows(tmp_path: Path) -> None:
+def test_releasing_behind_the_scheduler_s_count_shows() -> None:
     """With a step in flight, blocks that the scheduler counts as computed may still be read."""
     setting = Setting(asynchronous=True, caching=False, blocks=26, crowded=True)
-    engine = Engine(setting, tmp_path, random.Random(1))  # noqa: S311
+    engine = Engine(setting, random.Random(1))  # noqa: S311
     engine.method._blocks._batches = 1
     with pytest.raises(AssertionError, match="reads what is not its own"):
         run(engine)
 
 
-def test_releasing_blocks_of_a_dense_request_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(ENGINES["some dense"], tmp_path, random.Random(1))  # noqa: S311
+def test_releasing_blocks_of_a_dense_request_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(ENGINES["some dense"], random.Random(1))  # noqa: S311
     monkeypatch.setattr(sink_window, "asked_of", lambda _: None)
     with pytest.raises(AssertionError, match=r"has lost blocks|reads what is not its own"):
         run(engine)
 
 
-def test_releasing_one_block_too_many_shows(tmp_path: Path) -> None:
-    engine = Engine(ENGINES["one step at a time"], tmp_path, random.Random(1))  # noqa: S311
+def test_releasing_one_block_too_many_shows() -> None:
+    engine = Engine(ENGINES["one step at a time"], random.Random(1))  # noqa: S311
     engine.method._blocks._window = replace(engine.method.window, window_tokens=10 - BLOCK)
     with pytest.raises(AssertionError, match="reads what is not its own"):
         run(engine)
 
 
-def test_reading_too_little_shows(tmp_path: Path) -> None:
-    engine = Engine(ENGINES["one step at a time"], tmp_path, random.Random(1))  # noqa: S311
+def test_reading_too_little_shows() -> None:
+    engine = Engine(ENGINES["one step at a time"], random.Random(1))  # noqa: S311
     engine.device.wanted = replace(engine.device.wanted, window_tokens=10 + BLOCK)
     with pytest.raises(AssertionError, match="something else than its sinks and its window"):
         run(engine)

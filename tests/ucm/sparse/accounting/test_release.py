@@ -26,8 +26,8 @@ LONG = [1 + place % 5 for place in range(300)]
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(Setting(OPTIONS, blocks=200, budget=32), tmp_path, random.Random(0))  # noqa: S311 - no secret
+def engine() -> Iterator[Engine]:
+    made = Engine(Setting(OPTIONS, blocks=200, budget=32), random.Random(0))  # noqa: S311 - no secret
     yield made
     made.drain()
 
@@ -162,9 +162,9 @@ def _of_vllm(kind: type, name: str) -> Any:
     return vars(getattr(module, kind.__name__))[name]
 
 
-def test_prompts_are_admitted_that_fit_only_in_windows(tmp_path: Path) -> None:
+def test_prompts_are_admitted_that_fit_only_in_windows() -> None:
     """Four prompts of 75 blocks each run at once in 80 blocks."""
-    engine = Engine(Setting(OPTIONS, blocks=81, budget=32), tmp_path, random.Random(0))  # noqa: S311
+    engine = Engine(Setting(OPTIONS, blocks=81, budget=32), random.Random(0))  # noqa: S311
     requests = [engine.submit([place, *LONG], 40) for place in range(1, 5)]
     together = 0
     while not all(request.is_finished() for request in requests):
@@ -175,9 +175,9 @@ def test_prompts_are_admitted_that_fit_only_in_windows(tmp_path: Path) -> None:
     engine.drain()
 
 
-def test_a_dense_prompt_is_held_until_it_is_computed(tmp_path: Path) -> None:
+def test_a_dense_prompt_is_held_until_it_is_computed() -> None:
     options = {**OPTIONS, "prefill": "dense"}
-    engine = Engine(Setting(options, blocks=120, budget=32), tmp_path, random.Random(0))  # noqa: S311
+    engine = Engine(Setting(options, blocks=120, budget=32), random.Random(0))  # noqa: S311
     request = engine.submit(LONG, 60)
     held: list[int] = []
     while not request.is_finished():
@@ -188,10 +188,10 @@ def test_a_dense_prompt_is_held_until_it_is_computed(tmp_path: Path) -> None:
     engine.drain()
 
 
-def test_a_session_s_dense_prompts_find_all_that_came_before(tmp_path: Path) -> None:
+def test_a_session_s_dense_prompts_find_all_that_came_before() -> None:
     """A streaming session's output becomes part of its next prompt, so none of its blocks are released."""
     options = {**OPTIONS, "prefill": "dense"}
-    engine = Engine(Setting(options, blocks=120, budget=32), tmp_path, random.Random(0))  # noqa: S311
+    engine = Engine(Setting(options, blocks=120, budget=32), random.Random(0))  # noqa: S311
     request: Any = engine.submit(LONG, 60)
     request.resumable = True
     step(engine, 40)

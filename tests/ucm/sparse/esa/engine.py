@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from tests.e2e.engine import MODEL
 from tests.e2e.model import write_model
 from tests.ucm.sparse.esa.toy import KV_HEADS, LAYERS, LENGTH, SIZE, Device
 from tests.ucm.stepping.engine import CheckedEngine
@@ -56,7 +57,7 @@ class Engine(CheckedEngine):
         options = {**setting.options, "store": {"pipeline": "Posix", "directories": [str(self.root)]}}
         name = f"tests.ucm.sparse.esa.toy:{'EagerSmallTiles' if setting.at_once else 'SmallTiles'}"
         sparse = {"ucm_sparse_config": {name: options}}
-        config = engine_config(write_model(directory / "model"), setting, BLOCK, LENGTH, additional_config=sparse)
+        config = engine_config(write_model(MODEL), setting, BLOCK, LENGTH, additional_config=sparse)
         kind = config.model_config.dtype
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=kind)
         super().__init__(setting, config, [f"layer.{layer}" for layer in range(LAYERS)], spec, chance)

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from tests.e2e.engine import MODEL
 from tests.e2e.model import write_model
 from tests.ucm.stepping.setting import EngineSetting
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
@@ -76,7 +77,7 @@ class Engine:
             kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [other, ours]}
         )
         setting = EngineSetting(blocks=64, budget=64)
-        config = engine_config(write_model(directory / "model"), setting, SIZE, 256, kv_transfer_config=transfer)
+        config = engine_config(write_model(MODEL), setting, SIZE, 256, kv_transfer_config=transfer)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.int64)
         with patch.object(identity, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], spec)]))

@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.e2e.engine import MODEL
 from tests.e2e.inside.checked_topk import INJECTED, CheckedTopK
 from tests.e2e.model import write_model
 from tests.ucm.sparse.fake_view import FakeView, Metadata
@@ -32,7 +33,6 @@ from ucm.sparse.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from ucm.sparse.attention import StepBatch
 
@@ -121,9 +121,9 @@ class Worker:
 class Engine(CheckedEngine):
     """With that worker; with asynchronous scheduling, one step ahead of it."""
 
-    def __init__(self, directory: Path, chance: random.Random, *, asynchronous: bool) -> None:
+    def __init__(self, chance: random.Random, *, asynchronous: bool) -> None:
         setting = EngineSetting(asynchronous=asynchronous, blocks=BLOCKS)
-        config = engine_config(write_model(directory), setting, SIZE, LENGTH)
+        config = engine_config(write_model(MODEL), setting, SIZE, LENGTH)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
         super().__init__(setting, config, LAYERS, spec, chance)
         self.device: Worker = Worker(config)
@@ -131,10 +131,10 @@ class Engine(CheckedEngine):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_is_stale_whatever_is_scheduled(tmp_path: Path, seed: int, *, asynchronous: bool) -> None:
+def test_nothing_is_stale_whatever_is_scheduled(seed: int, *, asynchronous: bool) -> None:
     """Prefix hits, chunks, preemptions, aborts and resets of the prefix cache; some steps fail on purpose."""
     chance = random.Random(seed)  # noqa: S311 - no secrets
-    engine = Engine(tmp_path, chance, asynchronous=asynchronous)
+    engine = Engine(chance, asynchronous=asynchronous)
     prefixes = [[chance.randrange(5) for _ in range(n)] for n in (17, 40)]
     while engine.happened["steps"] < 350:
         if len(engine.requests) < 9 and chance.random() < 0.3:

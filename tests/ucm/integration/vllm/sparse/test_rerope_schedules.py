@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.e2e.engine import MODEL
 from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.sparse.rerope_truth import HEAD, Style, Way
 from tests.ucm.integration.vllm.sparse.test_rerope_on_a_layer import Model, method
@@ -113,7 +114,7 @@ def test_attention_is_right_whatever_is_scheduled(tmp_path: Path, *, asynchronou
     """Prefix hits, chunks, preemptions, aborts and resets of the prefix cache."""
     chance = random.Random(3)  # noqa: S311 - no secrets
     setting = EngineSetting(asynchronous=asynchronous, blocks=BLOCKS)
-    config = engine_config(write_model(tmp_path / "engine"), setting, SIZE, LENGTH)
+    config = engine_config(write_model(MODEL), setting, SIZE, LENGTH)
     spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
     engine = CheckedEngine(setting, config, [NAME], spec, chance)
     engine.device = worker = Worker(real_layer(tmp_path / "layer", "float32", SIZE, HEAD, blocks=BLOCKS))

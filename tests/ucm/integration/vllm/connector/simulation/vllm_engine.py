@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tests.e2e.engine import MODEL
 from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
@@ -80,7 +81,7 @@ class VllmEngine:
 
     Args:
         setting: The engine's settings: blocks of one size, no drafts; the connector chooses how to load.
-        directory: The directory of its model and blocks.
+        directory: The directory of its blocks.
         chance: The source of random choices.
         truth: The expected results.
         clock: Time and threads.
@@ -108,7 +109,7 @@ class VllmEngine:
         self._size = lcm(*(group.block_size for group in every))
         hashed = setting.hash_tokens or gcd(*(group.block_size for group in groups.groups))
         self._new = Requests(hashed, stop=[END])
-        config = self._configuration(write_model(directory / "model"))
+        config = self._configuration(write_model(MODEL))
         if groups.has_states:
             config.cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such a model
         clock.advance(1.0)  # or the time in which files that were just written may change unseen would pass later
@@ -133,7 +134,7 @@ class VllmEngine:
         self._patched.enter_context(
             patch.object(self.kind, "__init__", partialmethod(self.kind.__init__, clock=clock))  # type: ignore[misc]
         )
-        # The process is older than the model, so a real engine would not trust the model's files.
+        # The process may be older than the model, and then a real engine would not trust the model's files.
         with patch.object(identity, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, shown, hashed)
         self.connector: Any = self.scheduler.connector

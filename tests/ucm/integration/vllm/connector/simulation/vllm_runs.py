@@ -39,7 +39,7 @@ def serve(
     Args:
         make: The engine's class.
         setting: The engine's settings.
-        directory: The directory of its model and blocks.
+        directory: The directory of its blocks.
         chance: The source of random choices.
         truth: The expected results.
         prompts: The possible prompts.
