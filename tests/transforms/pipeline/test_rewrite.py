@@ -82,8 +82,8 @@ UNREADABLE = {
     "UTF-16": (WORKER_SOURCE.encode("utf-16"), "does not parse", "as published"),
     "a null byte": (PLAIN + b"x = 1\0\n", "does not parse", "as published"),
     "half a file": (PLAIN + b"def f(\n", "does not parse", "as published"),
-    "a long sum": (PLAIN + b"x = " + b"+".join([b"1"] * 5000) + b"\n", "nested too deeply", "split it"),
-    "a long chain": (PLAIN + b"x = a" + b".b()" * 3000 + b"\n", "nested too deeply", "split it"),
+    "a long sum": (PLAIN + b"x = " + b"+".join([b"1"] * 1500) + b"\n", "nested too deeply", "split it"),
+    "a long chain": (PLAIN + b"x = a" + b".b()" * 800 + b"\n", "nested too deeply", "split it"),
     "old line ends": (PLAIN.replace(b"\n", b"\r"), "more than its insertions", "end its lines"),
 }
 
