@@ -26,7 +26,7 @@ from ucm.store.factory import ask_tier
 from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 
 #: The tiers that are directories.
-DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
+_DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
 
 if TYPE_CHECKING:
     import argparse
@@ -83,7 +83,7 @@ def _ask_servers(places: Places, *, every: bool) -> list[dict[str, Any]]:
     """Return whether the tiers on servers answer, and the contents of our own tiers."""
     found = []
     for name in places.config.parts if every else places.servers:
-        if name in DIRECTORY_TIERS:
+        if name in _DIRECTORY_TIERS:
             continue
         one: dict[str, Any] = {"tier": name, "answers": False, "said": "", "namespaces": []}
         found.append(one)

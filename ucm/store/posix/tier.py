@@ -35,6 +35,8 @@ from ucm.store.posix.paths import (
     group_id,
     make_directory,
     shared_group,
+    touch,
+    unlink,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
 from ucm.store.tier import RecentKeys, Room, Tier, TierOptions, ValueWriter, kept_until, lease_end, used_until
@@ -373,6 +375,7 @@ class PosixTier(Tier):
     rests_by_itself = True
     batch_nbytes = 2 << 20
     authenticates = True
+    leases = True
 
     def __init__(
         self,
@@ -508,6 +511,41 @@ class PosixTier(Tier):
                 break
             stamp = kept_until(until, depth)
             directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
+
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
+        """Set times of last use in every directory; a file system with whole seconds drops the mark of a pin."""
+        now = int(self.clock.time() * 1e9)
+        there = leased = 0
+        for directory in self._directories:
+            rules = directory.leases
+            for depth, key in enumerate(keys):
+                stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
+                path = directory.layout.block(key)
+                try:
+                    kept = touch(path, partial(rules.joined, new=stamp, now=now))
+                except FileNotFoundError:
+                    continue
+                except BlockingIOError:  # an engine touches it at this moment
+                    there += 1
+                except OSError as error:
+                    raise store_error(error, path) from error
+                else:
+                    there += 1
+                    leased += rules.is_pinned(kept, now) or not pinned
+        return there, leased
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Delete the blocks' files from every directory."""
+        dropped = 0
+        for path in (directory.layout.block(key) for directory in self._directories for key in keys):
+            try:
+                unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise store_error(error, path) from error
+            dropped += 1
+        return dropped
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the whole file, verified by its own header."""
