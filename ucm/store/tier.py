@@ -26,6 +26,7 @@ from ucm.store.base import (
     TierStats,
     too_far_behind,
 )
+from ucm.store.compression import Compression, check_installed
 from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verify
 
 if TYPE_CHECKING:
@@ -186,6 +187,27 @@ class TierOptions(BaseModel):
     """The options of a tier; tiers derive their own. An option names a secret's file or variable, never the secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def require_packages(self, name: str) -> None:
+        """Check that the packages are installed that these options need.
+
+        Args:
+            name: The tier's name in the pipeline.
+
+        Raises:
+            ConfigError: One is not.
+        """
+
+
+class CompressingOptions(TierOptions):
+    """The options of tiers that can compress blocks."""
+
+    compression: Compression = "none"
+
+    def require_packages(self, name: str) -> None:
+        """Check that Zstandard is installed if blocks are compressed."""
+        if self.compression != "none":
+            check_installed(f"store: tiers: {name}: compression")
 
 
 @dataclass(frozen=True, slots=True)

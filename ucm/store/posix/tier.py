@@ -22,7 +22,6 @@ from ucm.store.base import (
     StoreFullError,
     StoreTimeoutError,
 )
-from ucm.store.compression import Compression, check_installed
 from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
@@ -39,7 +38,7 @@ from ucm.store.posix.paths import (
     unlink,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.tier import RecentKeys, Room, Tier, TierOptions, ValueWriter, kept_until, lease_end, used_until
+from ucm.store.tier import CompressingOptions, RecentKeys, Room, Tier, ValueWriter, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.posix.paths import NewFile
-    from ucm.store.tier import BlockWriter, Outcome, TierPlace
+    from ucm.store.tier import BlockWriter, Outcome, TierOptions, TierPlace
 
     T = TypeVar("T")
 
@@ -348,12 +347,6 @@ _MOST_RENEWED = 1 << 17
 _FIRST_STEP = 64
 
 
-class PosixOptions(TierOptions):
-    """The options of the Posix tier that other tiers have as well; docs/store.md explains them."""
-
-    compression: Compression = "none"
-
-
 class PosixTier(Tier):
     """A tier that stores blocks as files.
 
@@ -371,7 +364,7 @@ class PosixTier(Tier):
         ConfigError: A directory is missing or unusable, the namespace is invalid, or a package is missing.
     """
 
-    Options: ClassVar[type[TierOptions]] = PosixOptions
+    Options: ClassVar[type[TierOptions]] = CompressingOptions
     rests_by_itself = True
     batch_nbytes = 2 << 20
     authenticates = True
@@ -406,8 +399,6 @@ class PosixTier(Tier):
         self._slots = _slots(tuple(roots))
         self._codec, self._authenticator = codec, authenticator
         self._compresses, self._room = compresses, Room(config.save_queue_bytes)
-        if compresses:
-            check_installed(f"store: tiers: {name.capitalize()}: compression")
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
@@ -417,8 +408,9 @@ class PosixTier(Tier):
         self._until = 0  # the end of that span
 
     @classmethod
-    def open(cls, options: PosixOptions, place: TierPlace) -> Tier:
+    def open(cls, options: CompressingOptions, place: TierPlace) -> Tier:
         """Open the tier in the configured directories."""
+        options.require_packages(place.name)
         config = place.config
         return cls(
             "posix",
