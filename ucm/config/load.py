@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=BaseModel)
 
 #: Our back ends without options of their own.
-_WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
+_WITHOUT_OPTIONS = POSIX | DRAM | {"Empty"}
 #: The problem and the remedy for each kind of error, with placeholders for the error's values.
 _WORDS = {
     "bool_type": ("neither true nor false", "write true or false"),

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import table
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import (
     NO_STORE,
@@ -17,7 +18,6 @@ from ucm.commands.store.text import (
     progress,
     say,
     say_json,
-    table,
 )
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError

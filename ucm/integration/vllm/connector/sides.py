@@ -403,15 +403,7 @@ class SchedulerSide:
 
 
 class WorkerSide:
-    """The connector in a worker process.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
-        settings: The connector's settings.
-        connector_base: vLLM's connector class.
-        clock: Time and threads.
-    """
+    """The connector in a worker process; its arguments are those of `SchedulerSide`."""
 
     def __init__(
         self,
