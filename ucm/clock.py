@@ -90,9 +90,6 @@ class Queue(Protocol[T]):
     def get_nowait(self) -> T:
         """Remove and return the oldest item, or raise ``queue.Empty``."""
 
-    def qsize(self) -> int:
-        """Return the number of items."""
-
     def empty(self) -> bool:
         """Return whether there is no item."""
 

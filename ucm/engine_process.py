@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
 PLAN, RESULT, LOG = "plan.json", "result.json", "output.log"
 TAIL_LINES = 30
+#: The mix-in for vLLM's worker class (``worker_extension_cls``) that tells what runs in it.
+WORKER_FACTS = "ucm.doctor.engine_run.WorkerFacts"
 #: Lines that nanobind, used by Triton, prints after an error when the process exits.
 _LEAK = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 #: The configuration of a tiny Llama with random weights.

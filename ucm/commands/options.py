@@ -13,7 +13,7 @@ from ucm.errors import UcmError
 from ucm.logger import LEVEL_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
 
 def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
@@ -100,3 +100,26 @@ def write_lines(lines: Iterable[str]) -> None:
     """Write lines to standard output at once."""
     sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.stdout.flush()
+
+
+def say_aside(line: str) -> None:
+    """Write a line about the progress to standard error at once, beside the result."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return the rows as aligned lines.
+
+    Args:
+        rows: The rows; the first one is the header.
+        right: The right-aligned columns.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

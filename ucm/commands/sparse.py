@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import engine_args, quieten, write_lines
 from ucm.compat import optional
+from ucm.engine_process import WORKER_FACTS
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -196,19 +197,6 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-class MassReport:
-    """A mix-in for vLLM's worker (``worker_extension_cls``), through which the engine asks for the report."""
-
-    def ucm_masses(self) -> dict[str, Any] | None:
-        """Return this worker's `MassProbe.report`; None if no probe runs in it."""
-        from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - called in vLLM's worker
-        from ucm.sparse.topk.attention_share import MassProbe  # noqa: PLC0415 - as above
-
-        worker: Any = self
-        method = worker_method(worker.vllm_config)
-        return method.report() if isinstance(method, MassProbe) else None
-
-
 def _measure(
     options: argparse.Namespace, arguments: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], int]:
@@ -224,7 +212,7 @@ def _measure(
         engine = LLM(
             model=options.model,
             additional_config={"ucm_sparse_config": {_METHOD: method}},
-            worker_extension_cls=f"{MassReport.__module__}.{MassReport.__qualname__}",
+            worker_extension_cls=WORKER_FACTS,
             **{**arguments, _EAGER: True},
         )
         fitting = _fitting(engine, prompts)
@@ -237,13 +225,13 @@ def _measure(
             where=f"--model {options.model}",
             fix="see vLLM's messages above; other engine arguments are given with --engine-args",
         ) from error
-    reports = engine.collective_rpc("ucm_masses")
+    reports = [worker["report"] for worker in engine.collective_rpc("ucm_method")]
     if any(report is None for report in reports):
         raise UcmError(
             "no probe ran in the workers: the overlay is not active in this environment",
             fix="install the overlay's wheel beside vLLM, and run `ucm doctor`",
         )
-    return list(reports), len(prompts) - len(fitting)
+    return reports, len(prompts) - len(fitting)
 
 
 def _fitting(engine: Any, prompts: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=BaseModel)
 
 #: Our back ends without options of their own.
-_WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
+_WITHOUT_OPTIONS = POSIX | DRAM | {"Empty"}
 #: The problem and the remedy for each kind of error, with placeholders for the error's values.
 _WORDS = {
     "bool_type": ("neither true nor false", "write true or false"),
@@ -182,7 +182,7 @@ def _store(out: Translation, top: Place, *, make: bool, clock: Clock) -> StoreSe
         if partly is not None:
             _look_at_media(partly, written, out, top, make=make, clock=clock)
         return None
-    check_tier_options(store, out, top)
+    check_tier_options(store, out, top, of_engine=True)
     key_file = expanded_key_file(store, out, top)
     media = _look_at_media(store, written, out, top, make=make, clock=clock)
     found: StoreSettings = store.model_copy(update={**media, **key_file})
@@ -191,8 +191,8 @@ def _store(out: Translation, top: Place, *, make: bool, clock: Clock) -> StoreSe
     return found
 
 
-def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> None:
-    """Check the options of the tiers that have options; note the problems."""
+def check_tier_options(store: StoreSettings, out: Translation, top: Place, *, of_engine: bool = False) -> None:
+    """Check the options of the tiers that have options, and for an engine what they need; note the problems."""
     for name in pipeline_parts(store.pipeline):
         if name not in store.tiers and (name in _WITHOUT_OPTIONS or name not in OURS):
             continue  # saves its import
@@ -204,8 +204,14 @@ def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> No
         except ConfigError as error:
             out.problems.append(wrong(place, error.what, error.fix))
             continue
-        if is_tier(back_end):
-            _validated(back_end.Options, store.tiers.get(name, {}), ("store", "tiers", name), out, top)
+        if not is_tier(back_end):
+            continue
+        options = _validated(back_end.Options, store.tiers.get(name, {}), ("store", "tiers", name), out, top)
+        if of_engine and options is not None:
+            try:
+                options.require_packages(name)
+            except ConfigError as error:
+                out.problems.append(wrong(place, error.what, error.fix))
 
 
 def expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import say_aside, table, write_lines
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import how_to_install
 from ucm.doctor.report import Report, as_data, examine
@@ -17,7 +18,7 @@ from ucm.errors import UcmError
 from ucm.overlay.switches import disabled_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ucm.doctor.overlay_checks import ModuleState
     from ucm.doctor.run import Run
@@ -59,7 +60,7 @@ def _modules(states: Sequence[ModuleState]) -> list[str]:
     for state in states:
         module = state.module
         rows.append((module.name, module.group, state.upstream, state.rewritten, _loads(state)))
-    return _table(rows)
+    return [f"  {line}" for line in table(rows)]
 
 
 def _loads(state: ModuleState) -> str:
@@ -82,7 +83,7 @@ def _of_run(run: Run) -> list[str]:
         for result in expected:
             counts = [_count(result.fired.get(pid, 0)) for pid in pids]
             rows.append((result.expectation.hook.name, *counts, result.status))
-        lines += [*_table(rows, right=range(1, len(pids) + 1)), ""]
+        lines += [*(f"  {line}" for line in table(rows, right=range(1, len(pids) + 1))), ""]
     idle: dict[str, list[str]] = {}
     for result in run.hooks:
         if not result.expectation.at_least:
@@ -96,18 +97,6 @@ def _of_run(run: Run) -> list[str]:
 
 def _count(times: int) -> str:
     return str(times) if times else "·"
-
-
-def _table(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
 
 
 def _paint(text: str, status: Status, *, colour: bool) -> str:
@@ -167,7 +156,7 @@ def handle(options: argparse.Namespace) -> int:
     report = examine(options.config, options.model)
     if options.run:
         report = _run(report, options)
-    _print([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])
+    write_lines([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])
     return int(has_error(report.findings))
 
 
@@ -180,7 +169,7 @@ def _run(report: Report, options: argparse.Namespace) -> Report:
     if manifest is None or has_error(report.findings):
         skipped = Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")
         return report.with_findings([skipped])
-    _print([f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …"], sys.stderr)
+    say_aside(f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …")
     run = run_engine(model, timeout, manifest, disabled_groups(manifest.needs))
     findings = check_run(run)
     if options.config is not None and not has_error(findings):
@@ -195,9 +184,3 @@ def _seconds(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError("must be more than 0")
     return seconds
-
-
-def _print(lines: Iterable[str], stream: Any = None) -> None:
-    for line in lines:
-        (stream or sys.stdout).write(f"{line}\n")
-    (stream or sys.stdout).flush()

@@ -201,8 +201,11 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
     except ConfigError as error:
         where = error.where if str(file) in error.where else f"{file}: {error.where}"
         return [_refused(SPARSE, ConfigError(error.what, where=where, fix=error.fix), file)]
+    from ucm.integration.vllm.sparse.requirements import limit_of_drafts  # noqa: PLC0415 - for few configurations
+
     what = f"the method {name} is installed, and its options are valid"
-    valid = Finding(SPARSE, Status.OK, what, tuple(method.advice(options)))
+    drafts = f"with --speculative-config: {limit_of_drafts(served=method.serves_drafts)}"
+    valid = Finding(SPARSE, Status.OK, what, (*method.advice(options), drafts))
     return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]
 
 

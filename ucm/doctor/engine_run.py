@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ucm.compat import graph_mode, layer_specs, optional, page_bytes
+from ucm.engine_process import WORKER_FACTS
 from ucm.hashing.rank_geometry import rank_tag
 
 #: Ten usable blocks: one request of full length fits even if a backend insists on blocks of 16 tokens, and the requests
@@ -75,17 +76,19 @@ class WorkerFacts:
     def ucm_method(self) -> dict[str, Any]:
         """What the sparse method of this worker has counted: its ``figures``, and its own ``summary`` of them.
 
-        ``method`` is the name of its class; empty if none runs, as without an overlay.
+        ``method`` is the name of its class; empty if none runs, as without an overlay. ``report`` is what a method that
+        measures has found; None of others.
         """
         from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - workers of a run import it anyway
 
         worker: Any = self
         method: Any = worker_method(worker.vllm_config)
-        summary = optional(method, "summary")
+        summary, report = optional(method, "summary"), optional(method, "report")
         return {
             "method": type(method).__name__ if method else "",
             "figures": dict(method.figures()) if method else {},
             "summary": summary() if summary else "",
+            "report": report() if report else None,
         }
 
 
@@ -167,7 +170,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         model=plan["model"],
         load_format=plan["load_format"],
         additional_config={"ucm_sparse_config": {"Probe": {"report_dir": plan["report_dir"]}}},
-        worker_extension_cls="ucm.doctor.engine_run.WorkerFacts",
+        worker_extension_cls=WORKER_FACTS,
         **SETTINGS,
     )
     started = time.perf_counter()
@@ -198,8 +201,7 @@ def attempt(plan: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - as in `run`
 
     given = {**SETTINGS, **ROOM, "disable_log_stats": True, **plan["engine"]}
-    facts = "ucm.doctor.engine_run.WorkerFacts"
-    engine = LLM(model=plan["model"], load_format=plan["load_format"], worker_extension_cls=facts, **given)
+    engine = LLM(model=plan["model"], load_format=plan["load_format"], worker_extension_cls=WORKER_FACTS, **given)
 
     def ask(tokens: list[int], count: int, **extra: Any) -> int:
         """The tokens of a prompt that a connector or vLLM's own cache had."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucm.compat import layer_specs, optional, rank_of
+from ucm.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +66,33 @@ class Parallelism:
 def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
     """Return whether all tensor-parallel ranks hold the same KV: with MLA, apart from context parallelism.
 
+    Workers and the scheduler must agree, but for its scheduler vLLM describes a group of several specifications by the
+    first of them. So what else may be in the group of a model with MLA, the layers of a draft model, counts by the
+    configuration that both have, and a group in which the scheduler would take another layer for MLA is refused.
+
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         spec: The ``KVCacheSpec`` of the KV-cache group; without one, the model's kind of attention decides.
+
+    Raises:
+        ConfigError: The first layer has MLA, and another has not.
     """
+    draft = optional(vllm_config, "speculative_config.draft_model_config")
+    if draft is not None and not optional(draft, "use_mla", False):
+        return False
     if spec is None:
         model_config = vllm_config.model_config
         return bool(optional(model_config, "use_mla", False)) and not optional(model_config, "is_hybrid", False)
-    return all(
-        "MLA" in type(layer).__name__ or optional(layer, "use_mla", False) for layer in layer_specs(spec).values()
-    )
+    specs = layer_specs(spec)
+    latent = ["MLA" in type(layer).__name__ or optional(layer, "use_mla", False) for layer in specs.values()]
+    if latent[0] and not all(latent):
+        raise ConfigError(
+            "a KV-cache group has latent attention (MLA) first and other attention beside it: the scheduler does not "
+            "learn that its blocks differ between ranks",
+            where=f"layer {list(specs)[latent.index(False)]}",
+            fix="run this model without a UCM connector",
+        )
+    return bool(latent[0])
 
 
 def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None) -> str:

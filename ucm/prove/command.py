@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import engine_args, write_lines
+from ucm.commands.options import engine_args, say_aside, write_lines
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def handle(options: argparse.Namespace) -> int:
     )
     try:
         with _ended_by_signals():
-            proof = prove(request, say=_say)
+            proof = prove(request, say=say_aside)
     except KeyboardInterrupt:
         sys.stderr.write("ucm: interrupted; the engines are ended, and their store is deleted\n")
         return INTERRUPTED
@@ -125,11 +125,6 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _minutes(text: str) -> float:

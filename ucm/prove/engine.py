@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import ucm
 from ucm.compat import optional
-from ucm.doctor.engine_run import PREEMPTIONS, WorkerFacts, counters_of
+from ucm.doctor.engine_run import PREEMPTIONS, counters_of
+from ucm.engine_process import WORKER_FACTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +52,7 @@ class Engine:
     def __init__(self, plan: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
 
-        facts = f"{WorkerFacts.__module__}.{WorkerFacts.__qualname__}"
-        given = {"load_format": plan["load_format"], "worker_extension_cls": facts, **plan["engine"]}
+        given = {"load_format": plan["load_format"], "worker_extension_cls": WORKER_FACTS, **plan["engine"]}
         self._llm = LLM(model=plan["model"], **given)
         self._engine = self._llm.llm_engine
         self._params = SamplingParams

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.store.text import table
+from ucm.commands.options import table
 from ucm.config.settings import format_size
 from ucm.prove.judge import Verdict
 

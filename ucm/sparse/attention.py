@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ucm.compat import optional
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: The key in ``SamplingParams.extra_args`` under which a client asks something of the method for its own request.
 KEY = "ucm_sparse"
 
+#: What stands for a layer.
+Layer_contra = TypeVar("Layer_contra", contravariant=True)
 #: The queries that share a mask: few, so that few masked scores are computed.
 SLAB = 256
 
@@ -122,8 +124,145 @@ class QuerySplit:
     longest: int
 
 
-class AttentionView(Protocol):
-    """The attention layers of one worker."""
+class AttentionOf(Protocol[Layer_contra]):
+    """What depends on the attention's backend, of a layer: its prefix in the model, or vLLM's ``Attention``."""
+
+    def block_size(self, layer: Layer_contra, /, kv_cache: Tensor) -> int:
+        """The number of tokens in a block of the metadata's block table and of ``kv_cache``."""
+        ...
+
+    def num_blocks(self, layer: Layer_contra, /, kv_cache: Tensor) -> int:
+        """The number of blocks in ``kv_cache``."""
+        ...
+
+    def restricted(
+        self,
+        layer: Layer_contra,
+        /,
+        attn_metadata: Any,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        split: QuerySplit | None = None,
+    ) -> Any:
+        """Return metadata for the same step that reads other blocks. Writes are not affected.
+
+        Args:
+            layer: The layer.
+            attn_metadata: The backend's metadata. The call does not change it.
+            block_table: ``[num_rows, max_blocks]``, int32, on the attention's device: the blocks to read, ordered by
+                position; the last one contains the row's newest token.
+            seq_lens: ``[num_rows]``, int32, on the same device: the number of tokens in these blocks, up to the row's
+                newest token. Pass the same tensor for several layers: a backend reuses what it derived from it.
+            max_seq_len: The largest of ``seq_lens``.
+            split: The queries of each row; None if the rows are the step's requests.
+
+        Raises:
+            SparseMethodError: If this metadata cannot be restricted. The message says what to do.
+        """
+        ...
+
+    def read_keys(self, layer: Layer_contra, /, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+        """Return the keys in some blocks, as the backend wrote them.
+
+        Args:
+            layer: The layer.
+            kv_cache: The layer's cache.
+            block_ids: ``[n]``, int64, on the cache's device.
+
+        Returns:
+            ``[n, block_size, num_kv_heads, head_size]`` in the cache's dtype.
+        """
+        ...
+
+    def keys_in_place(self, layer: Layer_contra, /, kv_cache: Tensor) -> Tensor | None:
+        """Return all keys of a cache without copying them, for kernels that read some of them.
+
+        Args:
+            layer: The layer.
+            kv_cache: The layer's cache.
+
+        Returns:
+            ``[num_blocks, block_size, num_kv_heads, head_size]``, in any memory order; None if the backend stores keys
+            in another form.
+        """
+        ...
+
+
+class PartsOf(Protocol[Layer_contra]):
+    """Attention over parts of a layer's context, where a cache holds the keys and values of each KV head."""
+
+    def require_parts(self, layer: Layer_contra, /) -> None:
+        """Check that attention over parts of a layer's context can be computed and merged.
+
+        Raises:
+            SparseMethodError: If not: everything that `require` refuses, quantised keys, capped scores, learned sinks,
+                or a backend that does not return the log-sum-exp. The message says what to do.
+        """
+        ...
+
+    def head_layout(self, layer: Layer_contra, /, kv_cache: Tensor) -> HeadLayout | None:
+        """Return the memory layout of a cache on the CPU; None on other devices and for dtypes without our kernel."""
+        ...
+
+    def read(self, layer: Layer_contra, /, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys, like `read_keys`, and the values of some blocks."""
+        ...
+
+    def attend(
+        self,
+        layer: Layer_contra,
+        /,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        spans: Sequence[Span],
+        *,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention over runs of keys, with the layer's scale.
+
+        Args:
+            layer: The layer.
+            query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
+            keys: ``[num_blocks, block_size, num_kv_heads, head_size]``; not the cache.
+            values: Like ``keys``.
+            spans: The keys that the queries read.
+            causal: Whether a query reads only keys up to its own position.
+
+        Returns:
+            The output, shaped like ``query``, and the log-sum-exps, ``[n, num_heads]``, float32.
+        """
+        ...
+
+    def attend_window(
+        self,
+        layer: Layer_contra,
+        /,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        spans: Sequence[Span],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute causal attention over the last keys of each query, on the cache.
+
+        Args:
+            layer: The layer.
+            query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
+            kv_cache: The layer's cache, which contains these tokens.
+            block_table: ``[spans, max_blocks]``, int32: the blocks of each span's request.
+            spans: For each request, its queries and all keys up to the last query, from the table's first block on.
+            window: The most keys that a query reads, including its own.
+
+        Returns:
+            See `attend`.
+        """
+        ...
+
+
+class AttentionView(AttentionOf[str], Protocol):
+    """The attention layers of one worker, each named by its prefix in the model."""
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
         """The requests of the step, from the arguments of `SparseMethod.execute_begin`; for V1 and V2 runners."""
@@ -183,14 +322,6 @@ class AttentionView(Protocol):
         """Return the layer's KV cache; None before vLLM has allocated it."""
         ...
 
-    def block_size(self, layer_name: str, kv_cache: Tensor) -> int:
-        """The number of tokens in a block of the metadata's block table and of ``kv_cache``."""
-        ...
-
-    def num_blocks(self, layer_name: str, kv_cache: Tensor) -> int:
-        """The number of blocks in ``kv_cache``."""
-        ...
-
     def block_table(self, attn_metadata: Any) -> Tensor:
         """``[num_reqs or more, max_blocks]``, int32: the blocks of each request, in the order of its tokens."""
         ...
@@ -212,58 +343,6 @@ class AttentionView(Protocol):
 
         Returns:
             ``[num_tokens, num_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size]``.
-        """
-        ...
-
-    def restricted(
-        self,
-        layer_name: str,
-        attn_metadata: Any,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        max_seq_len: int,
-        split: QuerySplit | None = None,
-    ) -> Any:
-        """Return metadata for the same step that reads other blocks. Writes are not affected.
-
-        Args:
-            layer_name: The layer's prefix in the model.
-            attn_metadata: The backend's metadata. The call does not change it.
-            block_table: ``[num_rows, max_blocks]``, int32, on the attention's device: the blocks to read, ordered by
-                position; the last one contains the row's newest token.
-            seq_lens: ``[num_rows]``, int32, on the same device: the number of tokens in these blocks, up to the row's
-                newest token. Pass the same tensor for several layers: a backend reuses what it derived from it.
-            max_seq_len: The largest of ``seq_lens``.
-            split: The queries of each row; None if the rows are the step's requests.
-
-        Raises:
-            SparseMethodError: If this metadata cannot be restricted. The message says what to do.
-        """
-        ...
-
-    def read_keys(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the keys in some blocks, as the backend wrote them.
-
-        Args:
-            layer_name: The layer's prefix in the model.
-            kv_cache: The layer's cache.
-            block_ids: ``[n]``, int64, on the cache's device.
-
-        Returns:
-            ``[n, block_size, num_kv_heads, head_size]`` in the cache's dtype.
-        """
-        ...
-
-    def keys_in_place(self, layer_name: str, kv_cache: Tensor) -> Tensor | None:
-        """Return all keys of a cache without copying them, for kernels that read some of them.
-
-        Args:
-            layer_name: The layer's prefix in the model.
-            kv_cache: The layer's cache.
-
-        Returns:
-            ``[num_blocks, block_size, num_kv_heads, head_size]``, in any memory order; None if the backend stores keys
-            in another form.
         """
         ...
 
@@ -334,17 +413,8 @@ class Span:
     keys: int
 
 
-class PartsView(AttentionView, Protocol):
+class PartsView(AttentionView, PartsOf[str], Protocol):
     """Attention layers whose keys can be rotated, and of whose contexts parts can be read."""
-
-    def require_parts(self, layer_name: str) -> None:
-        """Check that attention over parts of a layer's context can be computed and merged.
-
-        Raises:
-            SparseMethodError: If not: everything that `require` refuses, quantised keys, capped scores, learned sinks,
-                or a backend that does not return the log-sum-exp. The message says what to do.
-        """
-        ...
 
     def rotary(self, layer_name: str) -> Rotary:
         """Return the layer's rotary embedding.
@@ -352,56 +422,6 @@ class PartsView(AttentionView, Protocol):
         Raises:
             SparseMethodError: If there is none, it is not a plain one, or its table is shorter than the longest
                 context. The message says what to do.
-        """
-        ...
-
-    def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
-        """Return the memory layout of a cache on the CPU; None on other devices and for dtypes without our kernel."""
-        ...
-
-    def read(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys, like `read_keys`, and the values of some blocks."""
-        ...
-
-    def attend(
-        self, layer_name: str, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Compute attention over runs of keys, with the layer's scale.
-
-        Args:
-            layer_name: The layer's prefix in the model.
-            query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
-            keys: ``[num_blocks, block_size, num_kv_heads, head_size]``; not the cache.
-            values: Like ``keys``.
-            spans: The keys that the queries read.
-            causal: Whether a query reads only keys up to its own position.
-
-        Returns:
-            The output, shaped like ``query``, and the log-sum-exps, ``[n, num_heads]``, float32.
-        """
-        ...
-
-    def attend_window(
-        self,
-        layer_name: str,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        spans: Sequence[Span],
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute causal attention over the last keys of each query, on the cache.
-
-        Args:
-            layer_name: The layer's prefix in the model.
-            query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
-            kv_cache: The layer's cache, which contains these tokens.
-            block_table: ``[spans, max_blocks]``, int32: the blocks of each span's request.
-            spans: For each request, its queries and all keys up to the last query, from the table's first block on.
-            window: The most keys that a query reads, including its own.
-
-        Returns:
-            See `attend`.
         """
         ...
 

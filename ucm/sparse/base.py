@@ -63,6 +63,7 @@ class SparseMethod:
             method checks them itself.
         needed_hooks: The groups of rewritten modules that the method requires, as their switches name them.
         serves_latent: Whether the method serves latent attention (MLA); see `AttentionView.require_engine`.
+        serves_drafts: Whether the method serves speculative decoding; see the same.
         frees_blocks: Whether the method frees blocks of running requests. Then it runs with UCM's connectors alone,
             because another one may still need them.
         revision: Raise it when the same options produce different KV than before.
@@ -78,6 +79,7 @@ class SparseMethod:
     options_type: ClassVar[type[MethodOptions] | None] = None
     needed_hooks: ClassVar[tuple[str, ...]] = ()
     serves_latent: ClassVar[bool] = False
+    serves_drafts: ClassVar[bool] = False
     frees_blocks: ClassVar[bool] = False
     revision: ClassVar[int] = 1
     optional_hooks: ClassVar[bool] = False

@@ -70,17 +70,9 @@ if TYPE_CHECKING:
 #: The tokens of a tile: the number of queries that one thread block of an attention kernel handles at once.
 TILE = 128
 
-#: The attribute of a request with its block hasher: from 0.12.0 on, and from 0.10.1 on; earlier releases have none.
-HASHERS = ("_block_hasher", "get_hash_new_full_blocks")
-
-#: The settings with the number of tokens that a hash covers; most releases only have the last one.
-SIZES = ("hash_block_size", "prefix_match_unit", "block_size")
-
 #: The manager and the specification of plain full attention, by name: a subclass may manage its blocks differently.
 MANAGER = "FullAttentionManager"
 SPECIFICATION = "FullAttentionSpec"
-#: The attribute of a manager that frees blocks with the most blocks a request may hold (from 0.20.2, from 0.31.0).
-CAPS = ("_max_admission_blocks_per_request", "max_admission_blocks_per_request")
 
 
 @dataclass(frozen=True, eq=False)

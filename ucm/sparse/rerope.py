@@ -316,6 +316,7 @@ class ReRoPE(SparseMethod):
     attention: PartsView
     options_type: ClassVar[type[ReRoPEOptions]] = ReRoPEOptions
     needed_hooks = NEEDED
+    serves_drafts = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -351,7 +352,7 @@ class ReRoPE(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine."""
-        self.attention.require_engine(drafts=True)
+        self.attention.require_engine(drafts=self.serves_drafts)
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse a layer that cannot be served; compile its kernel as soon as its cache is there, for no request."""

@@ -79,6 +79,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     """
 
     options_type = SinkWindowOptions
+    serves_drafts = True
     tile: ClassVar[int] = TILE
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
@@ -137,7 +138,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine."""
-        self.attention.require_engine(drafts=True)
+        self.attention.require_engine(drafts=self.serves_drafts)
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer."""

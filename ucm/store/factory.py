@@ -459,12 +459,9 @@ def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey])
     for name in config.parts:
         for root in roots.get(name, ()):
             shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
-        back_end = back_end_class(name)
-        if isinstance(back_end, type) and issubclass(back_end, ValueTier):
-            tier = open_tier(config, name, namespace)
-            with suppress(StoreError), closing(tier):
-                for key in keys:
-                    tier.remove(key, tier.clock.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
+        if name not in roots and is_tier(back_end_class(name)):
+            with suppress(StoreError), closing(open_tier(config, name, namespace)) as tier:
+                tier.drop(keys)
 
 
 def ask_tier(config: StoreConfig, name: str) -> str:

@@ -26,6 +26,7 @@ from ucm.store.base import (
     TierStats,
     too_far_behind,
 )
+from ucm.store.compression import Compression, check_installed
 from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verify
 
 if TYPE_CHECKING:
@@ -187,6 +188,27 @@ class TierOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def require_packages(self, name: str) -> None:
+        """Check that the packages are installed that these options need.
+
+        Args:
+            name: The tier's name in the pipeline.
+
+        Raises:
+            ConfigError: One is not.
+        """
+
+
+class CompressingOptions(TierOptions):
+    """The options of tiers that can compress blocks."""
+
+    compression: Compression = "none"
+
+    def require_packages(self, name: str) -> None:
+        """Check that Zstandard is installed if blocks are compressed."""
+        if self.compression != "none":
+            check_installed(f"store: tiers: {name}: compression")
+
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
@@ -238,6 +260,8 @@ class Tier(ABC):
     #: Whether it compares the tags of every block that it returns, by ``TierPlace.codec``, or if there is none by
     #: ``TierPlace.authenticator``; a tier that does not is refused together with an authentication key.
     authenticates: ClassVar[bool] = False
+    #: Whether it keeps leases, see ``retain`` and ``lease``.
+    leases: ClassVar[bool] = False
     #: The number of parts that can get stuck independently; each has its own threads.
     lanes: int = 1
 
@@ -324,6 +348,26 @@ class Tier(ABC):
             pinned: Do not evict them at all until then. A tier need not be able to.
         """
         del keys, until, first, pinned
+
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
+        """Lease blocks for a tool, as ``retain`` does, but at once; called only if it ``leases``.
+
+        Returns:
+            How many of the blocks are stored, and how many of these are leased as asked.
+
+        Raises:
+            StoreError: The medium does not answer.
+        """
+        raise NotImplementedError
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Delete blocks for a tool, and return how many there were.
+
+        Raises:
+            StoreError: The tier cannot delete single blocks, or its medium does not answer.
+        """
+        del keys
+        raise StoreError("this tier cannot delete single blocks")
 
     @abstractmethod
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
@@ -421,6 +465,13 @@ class ValueTier(Tier):
         except (BlockCorruptError, BlockForeignError) as error:
             raise self.damaged(key, error, deadline) from error
         return stored
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Delete one value after the other, each by a deadline of its own."""
+        there = self.contains(keys, self.clock.monotonic() + self.timeout)
+        for key in keys:
+            self.remove(key, self.clock.monotonic() + self.timeout)
+        return there.count(True)
 
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
         """Store a whole block as one value."""

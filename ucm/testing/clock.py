@@ -400,9 +400,6 @@ class _Queue:
     def get_nowait(self) -> Any:
         return self.get(block=False)
 
-    def qsize(self) -> int:
-        return len(self._items)
-
     def empty(self) -> bool:
         return not self._items
 

@@ -43,10 +43,16 @@ class Llama:
         self._rotated, self._neighbours = rotated, neighbours
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def generate(self, tokens: list[int], count: int) -> list[int]:
-        """The tokens that follow, the likeliest each time."""
-        self._kept = []
-        logits = self._step(tokens, 0)
+    def generate(self, tokens: list[int], count: int, *, known: int = 0) -> list[int]:
+        """The tokens that follow, the likeliest each time.
+
+        Args:
+            tokens: The prompt.
+            count: How many tokens to generate.
+            known: Tokens of the prompt whose keys and values are kept from the call before.
+        """
+        self._kept = [(keys[:known], values[:known]) for keys, values in self._kept] if known else []
+        logits = self._step(tokens[known:], known)
         found = [int(logits.argmax())]
         while len(found) < count:
             logits = self._step(found[-1:], len(tokens) + len(found) - 1)

@@ -168,7 +168,7 @@ class Engine:
 
     def collective_rpc(self, name: str) -> list[dict[str, Any]]:
         layers = {"model.layers.0.attn": layer(oracle=1.0)} if self.prompts else {}
-        return [{"lengths": [3, 4] if layers else None, "layers": layers}]
+        return [{"report": {"lengths": [3, 4] if layers else None, "layers": layers}}]
 
 
 made: list[Engine] = []

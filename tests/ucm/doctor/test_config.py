@@ -328,6 +328,22 @@ def test_without_a_model_nothing_is_known_of_its_attention(complete: Site, tmp_p
     assert "latent attention" not in complete.doctor("--json", "--config", str(file)).out
 
 
+@pytest.mark.parametrize(
+    ("served", "said"),
+    [
+        (False, "this sparse method does not serve speculative decoding"),
+        (True, "sparse methods serve only drafts by custom_class, ngram, suffix"),
+    ],
+)
+def test_the_drafts_that_a_method_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, served: bool, said: str
+) -> None:
+    file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
+    monkeypatch.setattr(method_class("SinkWindow"), "serves_drafts", served)
+    (found,) = (one for one in check_config(file) if one.check == "sparse settings")
+    assert found.details[-1] == f"with --speculative-config: {said}"
+
+
 def test_a_method_that_does_not_serve_latent_attention(complete: Site, tmp_path: Path) -> None:
     file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
     (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from ucm.errors import ConfigError
 from ucm.hashing.rank_geometry import Parallelism, Ranks, is_replicated, must_save, rank_tag, rank_tags
 
 
@@ -98,11 +100,32 @@ def test_every_rank_saves_what_only_it_has() -> None:
         (MLAAttentionSpec(), True, True),
         (MambaSpec(), True, False),
         (UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}), True, True),
-        (UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": FullAttentionSpec()}), True, False),
+        (UniformTypeKVCacheSpecs(kv_cache_specs={"a": FullAttentionSpec(), "b": MLAAttentionSpec()}), True, False),
     ],
 )
 def test_whose_kv_is_replicated(spec: Any, *, mla: bool, replicated: bool) -> None:
     assert is_replicated(config(mla=mla), spec) == replicated
+
+
+@pytest.mark.parametrize("names", [("MLA", "full"), ("full", "MLA")])
+def test_a_draft_model_of_another_attention_is_known_to_both_sides(names: tuple[str, str]) -> None:
+    """For its scheduler, vLLM describes a group by its first layer, here one of the model's or one of the draft's."""
+    kinds = {"MLA": MLAAttentionSpec(), "full": FullAttentionSpec()}
+    layers = {name: kinds[name] for name in names}
+    drafting = config(1, sized(2), mla=True)
+    drafting.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(use_mla=False))
+    workers = [rank_tag(drafting, 0, spec=spec) for spec in (UniformTypeKVCacheSpecs(kv_cache_specs=layers),)]
+    assert workers == ["tp1of2-pp0of1-g0-b16"]
+    assert workers[0] in rank_tags(drafting, 0, spec=layers[names[0]])
+    drafting.speculative_config.draft_model_config.use_mla = True
+    assert rank_tags(drafting, 0, spec=MLAAttentionSpec()) == ["tpall2-pp0of1-g0-b16"]
+
+
+def test_a_group_that_the_scheduler_would_take_for_another_is_refused() -> None:
+    specs = UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": FullAttentionSpec()})
+    with pytest.raises(ConfigError, match="other attention beside it") as caught:
+        rank_tag(config(mla=True), 0, spec=specs)
+    assert caught.value.where == "layer b"
 
 
 def test_a_hybrid_model_needs_its_specs_told() -> None:

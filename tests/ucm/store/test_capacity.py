@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix import scan as posix_scan
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.scan import scan
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def test_a_large_root_is_known_about(full: StoreConfig, monkeypatch: pytest.Monk
     assert found.blocks == pytest.approx(len(blocks) + len(KEYS), rel=0.15)
 
     before = {path: path.stat().st_mtime for path in blocks}
-    count, freed = evict(full.directories[0], found, 0.25 * 100 * len(blocks), lambda _: None)
+    count, freed = evict_unpinned(full.directories[0], found, 0.25 * 100 * len(blocks), lambda _: None)
     gone = [used for path, used in before.items() if not path.exists()]
     assert len(gone) == count - sum(not Path(Layout(full.directories[0], NAMESPACE).block(k)).exists() for k in KEYS)
     assert freed >= 0.2 * 100 * len(blocks)
@@ -96,7 +97,7 @@ def test_a_large_root_is_known_about(full: StoreConfig, monkeypatch: pytest.Monk
 def test_the_least_recently_used_go_first(full: StoreConfig, layout: Layout) -> None:
     os.utime(layout.block(KEYS[0]), (2e9, 2e9))
     gone: list[str] = []
-    assert evict(full.directories[0], scan(full.directories[0]), 10 * FILE - 1, gone.append) == (10, 10 * FILE)
+    assert evict_unpinned(full.directories[0], scan(full.directories[0]), 10 * FILE - 1, gone.append) == (10, 10 * FILE)
     assert gone == [layout.block(block) for block in KEYS[1:11]]
 
 
@@ -105,7 +106,7 @@ def test_what_is_used_after_a_scan_stays(full: StoreConfig, layout: Layout) -> N
     os.utime(layout.block(KEYS[0]))
     gone: list[str] = []
     for count in (3, 7):  # one scan suffices for both
-        assert evict(full.directories[0], found, count * FILE, gone.append) == (count, count * FILE)
+        assert evict_unpinned(full.directories[0], found, count * FILE, gone.append) == (count, count * FILE)
     assert gone == [layout.block(block) for block in KEYS[1:11]]
 
 
@@ -118,7 +119,7 @@ def test_several_evictors_delete_no_more_than_one(full: StoreConfig) -> None:
 
     def evict_together(_: int) -> tuple[int, int]:
         barrier.wait()
-        return evict(root, replace(found, files=[*found.files]), 10 * FILE, gone.append)
+        return evict_unpinned(root, replace(found, files=[*found.files]), 10 * FILE, gone.append)
 
     with ThreadPoolExecutor(4) as threads:
         outcomes = list(threads.map(evict_together, range(4)))
@@ -138,7 +139,7 @@ def test_what_cannot_be_deleted_counts_for_nothing(layout: Layout, monkeypatch: 
 
     monkeypatch.setattr(os, "unlink", refuse)
     gone: list[str] = []
-    assert evict(layout.root, scan(layout.root), 2 * FILE, gone.append) == (2, 2 * FILE)
+    assert evict_unpinned(layout.root, scan(layout.root), 2 * FILE, gone.append) == (2, 2 * FILE)
     assert gone == [layout.block(block) for block in KEYS[1:3]]
 
 
@@ -152,7 +153,7 @@ def test_strangers_files_are_left_alone(full: StoreConfig, layout: Layout) -> No
         os.utime(path, (1, 1))
     found = scan(str(root))
     assert found.blocks == 40
-    evict(str(root), found, 100 * FILE, lambda _: None)
+    evict_unpinned(str(root), found, 100 * FILE, lambda _: None)
     assert [path.read_text(encoding="utf-8") for path in strangers] == ["mine"] * 5
     assert not any(Path(layout.block(block)).exists() for block in KEYS)
 
@@ -215,7 +216,7 @@ def test_a_load_renews_a_block(full: StoreConfig, layout: Layout, clock: Simulat
     assert [Path(layout.block(block)).stat().st_mtime for block in KEYS[:3]] == [until] * 3
     assert Path(layout.block(KEYS[2])).stat().st_ctime_ns == begun
     os.utime(layout.block(KEYS[2]), (1, 1))
-    assert evict(layout.root, scan(layout.root), 2 * FILE, lambda _: None)[0] == 2
+    assert evict_unpinned(layout.root, scan(layout.root), 2 * FILE, lambda _: None)[0] == 2
     with open_store(full, NAMESPACE, EVEN, clock=clock) as store:
         assert there(store) == [0, 1, *range(4, 40)]
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.scan import scan
 from ucm.store.tier import used_until
 from ucm.testing.blocks import Memory, content, key
 
@@ -68,7 +69,7 @@ def patient(config: StoreConfig, clock: SimulatedClock) -> StoreConfig:
 def shrink(config: StoreConfig, blocks: int) -> None:
     """Evict blocks, the least recently used first."""
     root = config.directories[0]
-    assert evict(root, scan(root), blocks * FILE, lambda _: None)[0] == blocks
+    assert evict_unpinned(root, scan(root), blocks * FILE, lambda _: None)[0] == blocks
 
 
 @pytest.mark.parametrize("seconds", [0.0, 15.0])
@@ -126,7 +127,7 @@ def test_no_chain_ever_has_a_gap(patient: StoreConfig, clock: SimulatedClock, se
             if chance.random() < 0.3:
                 clock.advance(TOUCH)  # what an engine renewed in a span is not evicted in it
                 root = patient.directories[0]
-                evict(root, scan(root), chance.randrange(1, 12) * FILE, lambda _: None)
+                evict_unpinned(root, scan(root), chance.randrange(1, 12) * FILE, lambda _: None)
                 assert all(has_no_gap(store, one) for one in prompts)
 
 

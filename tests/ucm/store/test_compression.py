@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ucm.store.keys import key_file
-from ucm.config.load import load_connector_config
+from ucm.config.load import check_connector_config, load_connector_config
 from ucm.errors import ConfigError, UcmError
 from ucm.store import compression
 from ucm.store.base import BlockCompressedError, BlockCorruptError, BlockGeometry, StoreFullError
@@ -207,6 +207,18 @@ def test_without_the_package_the_setting_is_refused(
         open_store(replace(config, pipeline=pipeline, tiers=tiers), NAMESPACE, EVEN)
     assert caught.value.where == f"store: tiers: {pipeline}: compression"
     assert "[compression]" in str(caught.value.fix)
+
+
+def test_a_check_of_the_settings_says_so_before_an_engine_does(
+    tmp_path: Path, config: StoreConfig, without_zstandard: None
+) -> None:
+    store = {"directories": str(tmp_path / "kv"), "tiers": LOSSLESS}
+    with pytest.raises(ConfigError) as opened:
+        open_store(replace(config, tiers=LOSSLESS), NAMESPACE, EVEN)
+    with pytest.raises(ConfigError) as checked:
+        check_connector_config({"store": store}, make=False)
+    assert (checked.value.what, checked.value.fix) == (opened.value.what, opened.value.fix)
+    assert "tiers" in checked.value.where
 
 
 def test_an_unknown_compression_is_refused(config: StoreConfig) -> None:

@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.scan import scan
 from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import Memory, content, fetch, key
@@ -135,7 +136,7 @@ class Storing(RuleBasedStateMachine):
             if oldest is None:
                 continue  # evicting would delete a block in quarantine, which the model does not know
             gone: list[str] = []
-            evict(root, scan(root), 1, gone.append)
+            evict_unpinned(root, scan(root), 1, gone.append)
             assert gone == [str(self.path(oldest))]
             del self.visible[oldest]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.system import require_root
+from tests.ucm.store.evicting import evict_unpinned
 from ucm import cli
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
@@ -23,7 +24,7 @@ from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import open_in_steps
-from ucm.store.posix.scan import clean_up, evict, scan
+from ucm.store.posix.scan import clean_up, scan
 from ucm.testing.blocks import ODD, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def gc(root: str, *options: str) -> int:
 def test_a_linked_directory_is_not_emptied(layout: Layout, outside: Path, part: str) -> None:
     replace_by_link(getattr(layout, part), outside)
     clean_up(layout.root, 0.0)
-    evict(layout.root, scan(layout.root), 1e12, lambda _: None)
+    evict_unpinned(layout.root, scan(layout.root), 1e12, lambda _: None)
     gc(layout.root, "--older-than", "0s")
     gc(layout.root, "--all", "--namespace", "*")
 
@@ -298,7 +299,7 @@ def test_strangers_files_stay(layout: Layout) -> None:
         path.write_bytes(b"mine")
         os.utime(path, (1, 1))
     clean_up(layout.root, 0.0)
-    evict(layout.root, scan(layout.root), 1e12, lambda _: None)
+    evict_unpinned(layout.root, scan(layout.root), 1e12, lambda _: None)
     gc(layout.root, "--to", "0")
     assert [path.read_bytes() for path in strangers] == [b"mine"] * len(strangers)
 

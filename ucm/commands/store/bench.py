@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import table
 from ucm.commands.store.places import read_store_settings
-from ucm.commands.store.text import progress, say, say_json, table
+from ucm.commands.store.text import progress, say, say_json
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench

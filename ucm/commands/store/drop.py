@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ucm.commands.store.lookup import described_prompt
-from ucm.commands.store.stat import DIRECTORY_TIERS
 from ucm.commands.store.text import many, say, say_json
 from ucm.debug import block_keys
+from ucm.errors import ConfigError
 from ucm.store.base import StoreError
-from ucm.store.factory import back_end_class, open_tier
-from ucm.store.memory.segment import delete_blocks
-from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import unlink
-from ucm.store.tier import ValueTier
+from ucm.store.factory import back_end_class, is_tier, open_tier
 
 if TYPE_CHECKING:
     import argparse
@@ -40,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
             for name in config.parts:
                 try:
                     dropped[name] += _drop(config, name, namespace, keys)
-                except StoreError as error:
+                except (ConfigError, StoreError) as error:
                     failed[name] = str(error).splitlines()[0]
     if options.json:
         say_json({"dropped": dropped, "failed": failed})
@@ -56,24 +52,10 @@ def _drop(config: StoreConfig, name: str, namespace: str, keys: Sequence[BlockKe
     """Delete blocks from a tier; return how many there were.
 
     Raises:
-        StoreError: The tier does not answer, or cannot delete.
+        ConfigError: The tier cannot be opened.
+        StoreError: It does not answer, or cannot delete.
     """
-    if name == "Posix":
-        return sum(_unlink(Layout(root, namespace).block(key)) for root in config.directories for key in keys)
-    if name in DIRECTORY_TIERS:
-        return delete_blocks(Layout(config.dram_directory, namespace), keys)
-    back_end = back_end_class(name)
-    if not (isinstance(back_end, type) and issubclass(back_end, ValueTier)):
-        raise StoreError("this tier cannot delete single blocks")
+    if not is_tier(back_end_class(name)):
+        raise StoreError("this store cannot delete single blocks")
     with closing(open_tier(config, name, namespace)) as tier:
-        there = tier.contains(keys, tier.clock.monotonic() + tier.timeout)
-        for key in keys:
-            tier.remove(key, tier.clock.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
-    return there.count(True)
-
-
-def _unlink(path: str) -> bool:
-    with suppress(FileNotFoundError):
-        unlink(path)
-        return True
-    return False
+        return tier.drop(keys)

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.commands.store.lookup import described_prompt
-from ucm.commands.store.stat import DIRECTORY_TIERS
 from ucm.commands.store.text import iso, many, say, say_json
 from ucm.debug import block_keys
 from ucm.errors import UcmError
-from ucm.store.factory import open_tier
-from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules, pinned_until
-from ucm.store.posix.paths import touch
-from ucm.store.tier import kept_until
+from ucm.store.factory import back_end_class, is_tier, open_tier
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
-
-    from ucm.store.base import BlockKey
-    from ucm.store.config import StoreConfig
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lease, and print; 1 if no block is stored, or one could not be leased as asked.
+    """Lease, and print; 1 if no block is leased as asked, or a tier leases only some of its blocks so.
 
     Raises:
         UcmError: The settings, the model or the prompt cannot be used, or the lease would be too long.
@@ -41,13 +31,14 @@ def run(options: argparse.Namespace) -> int:
             fix="shorten it, or raise store: lease_seconds for all engines",
         )
     until = SYSTEM.time() + options.seconds
-    tiers = {name: [0, 0] for name in config.parts if name in DIRECTORY_TIERS}  # stored and leased blocks
+    back_ends = {name: back_end_class(name) for name in config.parts}
+    tiers = {name: [0, 0] for name, one in back_ends.items() if is_tier(one) and one.leases}  # stored, leased blocks
     for stored in facts.stored:
         keys = block_keys(facts, token_ids, stored.group.chunk_tokens)
         for name, counts in tiers.items():
-            lease = _lease_files if name == "Posix" else partial(_lease_in_memory, name)
             for namespace in stored.ranks:
-                there, leased = lease(config, namespace, keys, until, pin=options.pin)
+                with closing(open_tier(config, name, namespace)) as tier:
+                    there, leased = tier.lease(keys, until, pinned=options.pin)
                 counts[0] += there
                 counts[1] += leased
     without = [name for name in config.parts if name not in tiers]
@@ -57,42 +48,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         what = "pinned" if options.pin else "retained"
         for name, (there, leased) in tiers.items():
-            say([f"{name}: {leased:,} of {many(there, 'stored block', 'stored blocks')} {what} until {iso(until)}"])
+            rest = "; the others are only retained" if options.pin and leased < there else ""
+            of_all = many(there, "stored block", "stored blocks")
+            say([f"{name}: {leased:,} of {of_all} {what} until {iso(until)}{rest}"])
         say(f"{name}: no leases: what it evicts is decided elsewhere" for name in without)
-    whole = all(there == leased for there, leased in tiers.values())
-    return int(not whole or not any(there for there, _ in tiers.values()))
-
-
-def _lease_files(
-    config: StoreConfig, namespace: str, keys: Sequence[BlockKey], until: float, *, pin: bool
-) -> tuple[int, int]:
-    """Lease the blocks of a namespace on disk; return how many there are, and how many are leased as asked."""
-    rules, now = LeaseRules.of(config), int(SYSTEM.time() * 1e9)
-    there = leased = 0
-    for root in config.directories:
-        layout = Layout(root, namespace)
-        for depth, key in enumerate(keys):
-            stamp = kept_until(until, depth)
-            try:
-                kept = touch(
-                    layout.block(key), partial(rules.joined, new=pinned_until(stamp) if pin else stamp, now=now)
-                )
-            except FileNotFoundError:
-                continue
-            except BlockingIOError:  # an engine touches it at this moment
-                there += 1
-            else:
-                there += 1
-                leased += rules.is_pinned(kept, now) or not pin
-    return there, leased
-
-
-def _lease_in_memory(
-    name: str, config: StoreConfig, namespace: str, keys: Sequence[BlockKey], until: float, *, pin: bool
-) -> tuple[int, int]:
-    """Retain the blocks of a namespace in shared memory, which has no pins; see ``_lease_files``."""
-    del pin
-    with closing(open_tier(config, name, namespace)) as tier:
-        there = tier.contains(keys, tier.clock.monotonic() + tier.timeout)
-        tier.retain(keys, until)
-    return there.count(True), there.count(True)
+    whole = all(leased in (0, there) for there, leased in tiers.values())  # e.g. memory has no pins, but the disk has
+    return int(not whole or not any(leased for _, leased in tiers.values()))

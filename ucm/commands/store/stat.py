@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import table
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import (
     NO_STORE,
@@ -17,7 +18,6 @@ from ucm.commands.store.text import (
     progress,
     say,
     say_json,
-    table,
 )
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError
@@ -26,7 +26,7 @@ from ucm.store.factory import ask_tier
 from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 
 #: The tiers that are directories.
-DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
+_DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
 
 if TYPE_CHECKING:
     import argparse
@@ -83,7 +83,7 @@ def _ask_servers(places: Places, *, every: bool) -> list[dict[str, Any]]:
     """Return whether the tiers on servers answer, and the contents of our own tiers."""
     found = []
     for name in places.config.parts if every else places.servers:
-        if name in DIRECTORY_TIERS:
+        if name in _DIRECTORY_TIERS:
             continue
         one: dict[str, Any] = {"tier": name, "answers": False, "said": "", "namespaces": []}
         found.append(one)

@@ -13,7 +13,7 @@ import tqdm
 from ucm.config.settings import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable
 
 #: The description of an empty directory.
 NO_STORE = "no store here: none was written yet, this is another directory, or its file system is not mounted"
@@ -29,23 +29,6 @@ def say(lines: Iterable[str]) -> None:
 def say_json(data: Any) -> None:
     """Print a result for a program."""
     say([json.dumps(data, indent=1, ensure_ascii=False)])
-
-
-def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return the rows as aligned lines.
-
-    Args:
-        rows: The rows; the first one is the header.
-        right: The right-aligned columns.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def ago(moment: float | None) -> str:

@@ -4,7 +4,7 @@ They compute what `Representatives.put`, `Representatives.shares` and `Restricte
 have another order, and from given shares exactly the same is chosen. They do it without reading anything back to the
 host, and without a launch per request or per block. All buffers persist between steps.
 
-The plan of a step is one int32 tensor ``[FIELDS, rows]`` with a column for each row of the step, dense rows included:
+The plan of a step is one int32 tensor ``[4, rows]`` with a column for each row of the step, dense rows included:
 the number of blocks that the row has, and that it reads (the same for a dense row); the index of its query among the
 step's tokens; and the index of its first candidate among those of all rows.
 """
@@ -21,8 +21,6 @@ import triton.language as tl
 from ucm.sparse.topk.codes import TOP
 from ucm.sparse.topk.representatives import WHOLE
 
-#: The fields of the plan, in this order: blocks, total, token, offset.
-FIELDS = 4
 #: Arguments that change from step to step. Triton would compile a kernel again where one becomes 1 or divisible by 16.
 CHANGING = ("rows", "sinks", "recent", "num_blocks", "candidates")
 #: The channels of a query that are rotated at once.

@@ -112,6 +112,7 @@ class BlockTopK(SparseMethod):
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
     needed_hooks = NEEDED
     serves_latent = True
+    serves_drafts = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -177,7 +178,7 @@ class BlockTopK(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine(latent=self.serves_latent, drafts=True)
+        self.attention.require_engine(latent=self.serves_latent, drafts=self.serves_drafts)
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:

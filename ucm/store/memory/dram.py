@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ucm.store.base import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
 from ucm.store.format import UNIT, gather, known_codec, scatter
 from ucm.store.memory.directory import prepare_dram
-from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, directory_of, segment_nbytes
+from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, delete_blocks, directory_of, segment_nbytes
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
 from ucm.store.posix.paths import (
@@ -62,6 +62,7 @@ class DramTier(Tier):
 
     batch_nbytes = 8 << 20
     authenticates = True
+    leases = True
 
     def __init__(self, options: TierOptions, place: TierPlace) -> None:
         del options
@@ -160,6 +161,19 @@ class DramTier(Tier):
             if place is not None:
                 place[0].use(kept_until(until, depth), now)
 
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
+        """Retain the blocks' segments; none is pinned."""
+        there = self.contains(keys, self.clock.monotonic()).count(True)
+        self.retain(keys, until)
+        return there, 0 if pinned else there
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Delete blocks from the namespace's segments, whose memory serves its next ones."""
+        try:
+            return delete_blocks(self._layout, keys)
+        except OSError as error:
+            raise store_error(error, self._layout.base) from error
+
     def stats(self) -> TierStats:
         """Return the counters and the bytes used, as last seen."""
         return self.counters.snapshot(self._used, self._capacity)
@@ -185,7 +199,7 @@ class DramTier(Tier):
                 self._index[key] = filling.segment, number
             filling.done()
 
-    def drop(self, filling: _Filling) -> None:
+    def give_up(self, filling: _Filling) -> None:
         """Count a writer whose block is dropped; its slot serves another one later."""
         with self._lock:
             filling.done()
@@ -588,4 +602,4 @@ class _SlotWriter(BlockWriter):
 
     def abort(self) -> None:
         """Give the slot to another block."""
-        self._tier.drop(self._filling)
+        self._tier.give_up(self._filling)

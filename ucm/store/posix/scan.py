@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.store.posix.layout import buckets, is_quarantined, is_stale, key_of, namespaces
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import list_directory, unlink, unlink_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucm.clock import Clock
+    from ucm.store.posix.leases import LeaseRules
 
 #: A sample of n blocks estimates their number with a relative error of 1/sqrt(n).
 SAMPLE_BLOCKS = 20_000
 _LEAST_SAMPLE = 1_000
-_NO_LEASES = LeaseRules(1 << 62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,8 @@ def evict(
     found: Scan,
     nbytes: float,
     deleted: Callable[[str], None],
-    leases: LeaseRules = _NO_LEASES,
-    most_pinned: float = 0.0,
+    leases: LeaseRules,
+    most_pinned: float,
     *,
     clock: Clock = SYSTEM,
 ) -> tuple[int, int]:

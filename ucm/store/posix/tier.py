@@ -22,7 +22,6 @@ from ucm.store.base import (
     StoreFullError,
     StoreTimeoutError,
 )
-from ucm.store.compression import Compression, check_installed
 from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
@@ -35,9 +34,11 @@ from ucm.store.posix.paths import (
     group_id,
     make_directory,
     shared_group,
+    touch,
+    unlink,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.tier import RecentKeys, Room, Tier, TierOptions, ValueWriter, kept_until, lease_end, used_until
+from ucm.store.tier import CompressingOptions, RecentKeys, Room, Tier, ValueWriter, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.posix.paths import NewFile
-    from ucm.store.tier import BlockWriter, Outcome, TierPlace
+    from ucm.store.tier import BlockWriter, Outcome, TierOptions, TierPlace
 
     T = TypeVar("T")
 
@@ -346,12 +347,6 @@ _MOST_RENEWED = 1 << 17
 _FIRST_STEP = 64
 
 
-class PosixOptions(TierOptions):
-    """The options of the Posix tier that other tiers have as well; docs/store.md explains them."""
-
-    compression: Compression = "none"
-
-
 class PosixTier(Tier):
     """A tier that stores blocks as files.
 
@@ -369,10 +364,11 @@ class PosixTier(Tier):
         ConfigError: A directory is missing or unusable, the namespace is invalid, or a package is missing.
     """
 
-    Options: ClassVar[type[TierOptions]] = PosixOptions
+    Options: ClassVar[type[TierOptions]] = CompressingOptions
     rests_by_itself = True
     batch_nbytes = 2 << 20
     authenticates = True
+    leases = True
 
     def __init__(
         self,
@@ -403,8 +399,6 @@ class PosixTier(Tier):
         self._slots = _slots(tuple(roots))
         self._codec, self._authenticator = codec, authenticator
         self._compresses, self._room = compresses, Room(config.save_queue_bytes)
-        if compresses:
-            check_installed(f"store: tiers: {name.capitalize()}: compression")
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
@@ -414,8 +408,9 @@ class PosixTier(Tier):
         self._until = 0  # the end of that span
 
     @classmethod
-    def open(cls, options: PosixOptions, place: TierPlace) -> Tier:
+    def open(cls, options: CompressingOptions, place: TierPlace) -> Tier:
         """Open the tier in the configured directories."""
+        options.require_packages(place.name)
         config = place.config
         return cls(
             "posix",
@@ -508,6 +503,41 @@ class PosixTier(Tier):
                 break
             stamp = kept_until(until, depth)
             directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
+
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
+        """Set times of last use in every directory; a file system with whole seconds drops the mark of a pin."""
+        now = int(self.clock.time() * 1e9)
+        there = leased = 0
+        for directory in self._directories:
+            rules = directory.leases
+            for depth, key in enumerate(keys):
+                stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
+                path = directory.layout.block(key)
+                try:
+                    kept = touch(path, partial(rules.joined, new=stamp, now=now))
+                except FileNotFoundError:
+                    continue
+                except BlockingIOError:  # an engine touches it at this moment
+                    there += 1
+                except OSError as error:
+                    raise store_error(error, path) from error
+                else:
+                    there += 1
+                    leased += rules.is_pinned(kept, now) or not pinned
+        return there, leased
+
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Delete the blocks' files from every directory."""
+        dropped = 0
+        for path in (directory.layout.block(key) for directory in self._directories for key in keys):
+            try:
+                unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise store_error(error, path) from error
+            dropped += 1
+        return dropped
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the whole file, verified by its own header."""

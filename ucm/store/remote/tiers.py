@@ -21,10 +21,9 @@ from ucm.store.base import (
     StoreError,
     StoreUnavailableError,
 )
-from ucm.store.compression import Compression, check_installed
 from ucm.store.config import read_secret
 from ucm.store.format import AUTHENTICATED_VERSION, VERSION, known_codec, namespace_digest, uncompress, verify
-from ucm.store.tier import RecentKeys, TierOptions, ValueTier
+from ucm.store.tier import CompressingOptions, RecentKeys, TierOptions, ValueTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,10 +41,9 @@ _MOST_SECONDS = 86400.0
 _FIRST_WAVE = 8
 
 
-class RemoteOptions(TierOptions):
+class RemoteOptions(CompressingOptions):
     """The options that all tiers on servers have."""
 
-    compression: Compression = "none"
     timeout: float = Field(default=0.5, gt=0, le=_MOST_SECONDS)
     transfer_timeout: float = Field(default=5.0, gt=0, le=_MOST_SECONDS)
 
@@ -182,9 +180,8 @@ class RemoteTier(ValueTier):
     most_nbytes: ClassVar[int]
 
     def __init__(self, options: RemoteOptions, place: TierPlace, client: Client | None = None) -> None:
+        options.require_packages(place.name)
         self._compresses = options.compression != "none"
-        if self._compresses:
-            check_installed(f"store: tiers: {place.name}: compression")
         self._client = client if client is not None else _share(type(self), options, place)
         self._shares = client is None
         super().__init__(self.kind, place, options.timeout, options.transfer_timeout, self._client.breaker)

@@ -53,7 +53,11 @@ def test_the_blocks_of_a_prompt_are_leased(
     assert answer.code == 0, answer.err
     what = {"retain": "retained", "pin": "pinned"}[command]
     first, second = answer.out.splitlines()
-    assert first.startswith(f"Cache: 1 of 1 stored block {what} until 20")
+    if command == "pin":
+        assert first.startswith("Cache: 0 of 1 stored block pinned until 20")
+        assert first.endswith("; the others are only retained")
+    else:
+        assert first.startswith("Cache: 1 of 1 stored block retained until 20")
     assert second.startswith(f"Posix: 4 of 4 stored blocks {what} until 20")
     now = time.time_ns()
     stamps = [path.stat().st_mtime_ns for path in files(config) if path.exists()]
@@ -65,6 +69,17 @@ def test_the_blocks_of_a_prompt_are_leased(
     (found,) = posix["namespaces"]
     assert (found["leased_bytes"], found["pinned_bytes"]) == (nbytes, nbytes if command == "pin" else 0)
     assert "in blocks with a lease" in ask("stat", "--config", config).out
+
+
+def test_memory_alone_pins_nothing(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    memory: str,
+) -> None:
+    config.write_text(f"store: {{pipeline: Cache, dram_directory: {memory}}}\n", encoding="utf-8")
+    answer = run("pin", "--for", "1h", "--json")
+    assert (answer.code, answer.data["tiers"]) == (1, {"Cache": {"blocks": 1, "leased": 0}})
+    assert run("retain", "--for", "1h").code == 0
 
 
 def test_all_ranks_are_leased(

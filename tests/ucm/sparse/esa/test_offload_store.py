@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_insi
 import torch
 
 from tests.ucm.sparse.esa.memory import shared_memory
+from tests.ucm.store.evicting import evict_unpinned
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.clock import SYSTEM
 from ucm.sparse.esa import offload_store
@@ -24,7 +25,7 @@ from ucm.store.factory import open_store
 from ucm.store.memory.segment import delete_blocks
 from ucm.store.posix import layout as posix_layout
 from ucm.store.posix.layout import Layout, owner_name
-from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.scan import scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,11 +142,11 @@ def test_a_live_block_is_not_evicted(store: OffloadStore, tmp_path: Path, monkey
     root, evicted, data = str(tmp_path / "root"), list[str](), blocks(30)
     store.save(1, 0, data)
     settle(store)
-    evict(root, scan(root), 1 << 30, evicted.append)
+    evict_unpinned(root, scan(root), 1 << 30, evicted.append)
     assert not evicted
     assert torch.equal(fetched(store, 0, *((1, place) for place in range(30))), data[0])
     monkeypatch.setattr(posix_layout, "is_stale", lambda name, age, stale_seconds: True)  # as if it had died
-    evict(root, scan(root), 1 << 30, evicted.append)
+    evict_unpinned(root, scan(root), 1 << 30, evicted.append)
     assert len(evicted) == 30
 
 

@@ -132,11 +132,6 @@ class OwnNames:
         self._exact: list[bytes] = []
         self._first = 0
 
-    @property
-    def given(self) -> bool:
-        """Whether hashes were replaced."""
-        return bool(self._exact)
-
     def give(self, tokens: int) -> None:
         """Replace the hashes of all blocks that end after this many tokens; already replaced ones stay the same.
 

@@ -268,15 +268,7 @@ class BlendSchedulerSide:
 
 
 class BlendWorkerSide:
-    """The side in a worker's process.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not pass it.
-        settings: The connector's settings.
-        blend: The settings of ``blend``.
-        exact: The worker side of the connector for exact prefixes.
-        clock: Time and threads.
+    """The side in a worker's process; its arguments are those of `BlendSchedulerSide`, with the exact worker side.
 
     Raises:
         UnsupportedModelError: If the engine has other connectors.

@@ -51,7 +51,6 @@ _REFUSED = {
     "CrossAttentionSpec": "whose KV is that of an encoder's input",
     "HiddenStateCacheSpec": "whose hidden states a request must compute to have them extracted",
 }
-UNIFORM = "UniformTypeKVCacheSpecs"
 #: The attributes of specifications that decide how a block's bytes are read.
 _SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "shapes", "dtypes")
 PLANES = 2
@@ -644,17 +643,7 @@ WORD = 8
 
 
 class DeviceMemory:
-    """The KV blocks of one group on a device.
-
-    Args:
-        group: The group.
-        kv_caches: The registered tensors by layer name, all on one device.
-        num_blocks: Blocks that vLLM allocates from; None in releases that do not provide the number in time.
-        about: Other facts that the bytes depend on, for the fingerprint.
-
-    Raises:
-        UnknownLayoutError: If a layer's blocks cannot be located.
-    """
+    """The KV blocks of one group on a device; see `HostMemory`, but for the tensors, which are all on one device."""
 
     def __init__(
         self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int | None, about: Mapping[str, object]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.background import call_within
 from ucm.clock import SYSTEM
 from ucm.compat import (
+    LoadPolicy,
     batches_in_flight,
     connector_abilities,
     drafts_look_ahead,
@@ -116,6 +117,11 @@ def stored_groups(
     return groups
 
 
+def when_loads_run(connector_base: type, groups: CacheGroups, settings: ConnectorConfig) -> LoadPolicy:
+    """Return when loads run, which both sides decide from the same facts."""
+    return load_policy(connector_base, groups.windows, settings.connector, has_states=groups.has_states)
+
+
 class SchedulerSide:
     """The connector in the scheduler process.
 
@@ -167,7 +173,7 @@ class SchedulerSide:
             clock=clock,
         )
         self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names, clock=clock)
-        self.policy = load_policy(connector_base, groups.windows, settings.connector, has_states=groups.has_states)
+        self.policy = when_loads_run(connector_base, groups, settings)
         self._batches = batches_in_flight(vllm_config)
         self._ranks = ranks(vllm_config)
         # Where workers send nothing to the scheduler, several ranks agree through the slab on changed weights.
@@ -397,15 +403,7 @@ class SchedulerSide:
 
 
 class WorkerSide:
-    """The connector in a worker process.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
-        settings: The connector's settings.
-        connector_base: vLLM's connector class.
-        clock: Time and threads.
-    """
+    """The connector in a worker process; its arguments are those of `SchedulerSide`."""
 
     def __init__(
         self,
@@ -459,6 +457,7 @@ class WorkerSide:
 
         Raises:
             UnknownLayoutError: If a layer's blocks cannot be located.
+            ConfigError: If the scheduler looks for another rank's blocks, see `is_replicated`.
         """
         # Without the configuration, a worker learns the number of blocks too late.
         num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
@@ -474,6 +473,8 @@ class WorkerSide:
             for one in self._memories
         )
         get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
+        for group in self._groups.groups:
+            self._place(group)  # refuses one that the scheduler would take for another
         self._adapters = LiveAdapters.of(running_model())
         self._watch_weights()
 
@@ -581,10 +582,10 @@ class WorkerSide:
 
     def _create_worker(self, namespace: str) -> TransferWorker:
         config, groups = self._vllm_config, self._groups
-        states = groups.has_states
-        policy = load_policy(self._connector_base, groups.windows, self._settings.connector, has_states=states)
+        policy = when_loads_run(self._connector_base, groups, self._settings)
         # A layer of a micro-batch is computed before the same layer of the whole batch.
-        layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config) and not states
+        batch_by_batch = runs_micro_batches(config) or groups.has_states
+        layer_by_layer = self._settings.connector == "layerwise" and not batch_by_batch
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
         worker = kind(
             {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},

@@ -60,7 +60,7 @@ class AscendBackend(PagedBackend):
         block_table: Tensor,
         seq_lens: Tensor,
         max_seq_len: int,
-        split: QuerySplit | None,
+        split: QuerySplit | None = None,
     ) -> Any:
         """The metadata with other blocks to read."""
         del max_seq_len  # the kernels find it in the list

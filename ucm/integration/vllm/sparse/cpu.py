@@ -66,7 +66,7 @@ class CpuBackend:
         block_table: Tensor,
         seq_lens: Tensor,
         max_seq_len: int,
-        split: QuerySplit | None,
+        split: QuerySplit | None = None,
     ) -> Any:
         """Return the metadata with other blocks to read."""
         paged.require_restrictable(attn_metadata)

@@ -72,7 +72,7 @@ class LatentBackend:
         block_table: Tensor,
         seq_lens: Tensor,
         max_seq_len: int,
-        split: QuerySplit | None,
+        split: QuerySplit | None = None,
     ) -> Any:
         """Return the metadata with other blocks for its decodes to read."""
         del layer

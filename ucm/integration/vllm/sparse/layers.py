@@ -35,7 +35,7 @@ from ucm.integration.vllm.sparse.latent import LatentBackend
 from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.requirements import lower_graphs
 from ucm.rotary import Rotary
-from ucm.sparse.attention import StepBatch, asked_of
+from ucm.sparse.attention import AttentionOf, PartsOf, StepBatch, asked_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -173,56 +173,16 @@ def _overrides(model_config: Any, longest: int) -> str:
     return json.dumps(own if text is whole else {"text_config": own})
 
 
-class Backend(Protocol):
+class Backend(AttentionOf[Any], Protocol):
     """The operations that differ between attention backends; ``layer`` is vLLM's ``Attention``."""
 
     def serves(self, impl: Any) -> bool:
         """Return whether an ``AttentionImpl`` is of this kind, in this release."""
         ...
 
-    def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """See `AttentionView.block_size`."""
-        ...
 
-    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """See `AttentionView.num_blocks`."""
-        ...
-
-    def restricted(
-        self,
-        layer: Any,
-        attn_metadata: Any,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        max_seq_len: int,
-        split: QuerySplit | None,
-    ) -> Any:
-        """See `AttentionView.restricted`."""
-        ...
-
-    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """See `AttentionView.read_keys`."""
-        ...
-
-    def keys_in_place(self, layer: Any, kv_cache: Tensor) -> Tensor | None:
-        """See `AttentionView.keys_in_place`."""
-        ...
-
-
-class PartsBackend(Backend, Protocol):
-    """A backend whose caches hold the keys and values of each KV head."""
-
-    def require_parts(self, layer: Any) -> None:
-        """See `PartsView.require_parts`; obstacles that do not depend on the backend are checked elsewhere."""
-        ...
-
-    def head_layout(self, layer: Any, kv_cache: Tensor) -> HeadLayout | None:
-        """See `PartsView.head_layout`."""
-        ...
-
-    def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PartsView.read`."""
-        ...
+class PartsBackend(Backend, PartsOf[Any], Protocol):
+    """A backend whose caches hold the keys and values of each KV head; `require_parts` is about the backend alone."""
 
     def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """See `AttentionLayers.write`."""
@@ -230,24 +190,6 @@ class PartsBackend(Backend, Protocol):
 
     def require_write(self, layer: Any) -> None:
         """Refuse a layer whose cache `write` cannot write."""
-        ...
-
-    def attend(
-        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See `PartsView.attend`."""
-        ...
-
-    def attend_window(
-        self,
-        layer: Any,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        spans: Sequence[Span],
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
-        """See `PartsView.attend_window`."""
         ...
 
 

@@ -81,7 +81,7 @@ class PagedBackend:
         block_table: Tensor,
         seq_lens: Tensor,
         max_seq_len: int,
-        split: QuerySplit | None,
+        split: QuerySplit | None = None,
     ) -> Any:
         """Return the metadata with other blocks to read."""
         del layer

@@ -33,6 +33,7 @@ PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
 #: The methods of speculative decoding whose drafts need no KV cache.
 DRAFTS = frozenset({"ngram", "suffix", "custom_class"})
+WITHOUT_DRAFTS = "start vLLM without --speculative-config, or without ucm_sparse_config"
 #: The maximum number of layers that a message names.
 SHOWN = 3
 #: vLLM's variable for graphs that are interrupted at each attention, without compilation.
@@ -89,6 +90,17 @@ def latent_attention(where: str) -> Refusal:
         where,
         "use it, or serve this model without ucm_sparse_config",
     )
+
+
+def limit_of_drafts(*, served: bool) -> str:
+    """Return which drafts a method refuses, for the error and for checks without an engine.
+
+    Args:
+        served: Whether the method serves speculative decoding, `SparseMethod.serves_drafts`.
+    """
+    if not served:
+        return "this sparse method does not serve speculative decoding"
+    return f"sparse methods serve only drafts by {', '.join(sorted(DRAFTS))}"
 
 
 def is_latent(layer: Any) -> bool:
@@ -220,26 +232,18 @@ def _of_drafts(vllm_config: Any, *, served: bool) -> Refusal | None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
-    without = "start vLLM without --speculative-config, or without ucm_sparse_config"
     method = optional(speculative, "method")
     if not served:
-        return Refusal("this sparse method does not serve speculative decoding", "speculative_config", without)
-    if "vllm_ascend" in sys.modules:
-        return Refusal(
-            "no sparse method has been run with speculative decoding on vLLM Ascend", "speculative_config", without
-        )
+        return Refusal(limit_of_drafts(served=False), "speculative_config", WITHOUT_DRAFTS)
     if vllm_config.model_config.use_mla:
         return Refusal(
             "latent attention (MLA) is restricted only in steps with one token of each request",
             "speculative_config",
-            without,
+            WITHOUT_DRAFTS,
         )
     if method not in DRAFTS:
-        return Refusal(
-            f"sparse methods do not serve drafts by {method!r}, only by {', '.join(sorted(DRAFTS))}",
-            "speculative_config.method",
-            without,
-        )
+        what = f"{limit_of_drafts(served=True)}, not by {method!r}"
+        return Refusal(what, "speculative_config.method", WITHOUT_DRAFTS)
     if optional(vllm_config, "scheduler_config.async_scheduling", False):
         return Refusal(
             "with asynchronous scheduling, vLLM starts a step before it knows which drafts the last one accepted",
@@ -293,6 +297,9 @@ def _of_platform(vllm_config: Any) -> Refusal | None:
                 f"additional_config: {name}",
                 f"start vLLM without {name}, or without ucm_sparse_config",
             )
+    if vllm_config.speculative_config is not None and "vllm_ascend" in sys.modules:
+        what = "no sparse method has been run with speculative decoding on vLLM Ascend"
+        return Refusal(what, "speculative_config", WITHOUT_DRAFTS)
     if is_ascend_310p():
         return Refusal(
             "sparse methods do not serve the Ascend 310P, whose KV cache and attention differ",

@@ -135,8 +135,8 @@ def test_drafts_are_served_to_methods_that_declare_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "what", "where", "fix"),
     [
-        (drafting("eagle"), "drafts by 'eagle', only by custom_class, ngram, suffix", "method", "without"),
-        (drafting(None), "drafts by None", "speculative_config.method", "without"),
+        (drafting("eagle"), "only drafts by custom_class, ngram, suffix, not by 'eagle'", "method", "without"),
+        (drafting(None), "not by None", "speculative_config.method", "without"),
         (drafting(model_config__use_mla=True), "one token of each request", "speculative_config", "without"),
         (
             drafting(scheduler_config=SimpleNamespace(async_scheduling=True)),
