@@ -131,6 +131,28 @@ def test_pins_beyond_half_of_the_capacity_are_only_retained(patient: StoreConfig
         assert found(store, early) == [True] * 10 + [False] * 30
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_limit_of_pins_holds_where_many_end_at_once(
+    patient: StoreConfig, clock: SimulatedClock, *, sampled: bool
+) -> None:
+    """As do all that ask for more than the longest lease, in one span."""
+    keys = [key(7000 + place) for place in range(40)]
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        for one in keys:  # no chain
+            save(store, [one])
+        settle(clock)
+        for one in keys:
+            store.retain([one], clock.time() + 1e9, pinned=True)
+        settle(clock)
+        assert len(set(stamps(patient, keys))) == 1
+        rules, root = LeaseRules.of(patient), patient.directories[0]
+        for _ in range(3):  # always the same ones stay
+            seen = scan(root)
+            seen.exact = not sampled
+            evict(root, seen, 1e12, lambda _: None, rules, 25 * FILE, clock=clock)
+            assert sum(found(store, keys)) == 25
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_use_never_shortens_a_lease(patient: StoreConfig, clock: SimulatedClock, *, pinned: bool) -> None:
     keys = chain(0, 5)
@@ -240,10 +262,15 @@ def test_a_damaged_block_has_no_lease(patient: StoreConfig, clock: SimulatedCloc
         store.retain(keys, clock.time() + 600.0, pinned=True)
         settle(clock)
     assert quarantine(layout, keys[0], BlockCorruptError("x"), 16)
-    gone: list[str] = []
-    evict(layout.root, scan(layout.root), 1e9, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
-    assert len(gone) == 1
-    assert gone[0].endswith("-corrupt")
+    clock.advance(TOUCH - clock.time() % TOUCH)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, [key(7)])
+        settle(clock)
+        gone: list[str] = []
+        evict(layout.root, scan(layout.root), 1, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
+        assert [path[-8:] for path in gone] == ["-corrupt"], "it goes before what was just used"
+        evict(layout.root, scan(layout.root), 1e9, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
+        assert found(store, [keys[1], key(7)]) == [True, False]
 
 
 def test_what_another_process_touches_is_neither_touched_nor_deleted(
