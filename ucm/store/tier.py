@@ -538,9 +538,9 @@ def kept_until(end: float, depth: int) -> int:
 def lease_end(until: float, now: float, config: StoreConfig) -> float:
     """Return when a lease ends that is asked for now: at most ``lease_seconds`` after the current span; 0 for none.
 
-    So long leases of one chain, asked for in one span, have one end.
+    So long leases of one chain, asked for in one span, have one end. One whose end is past, or no number, is none.
     """
-    if not config.lease_seconds:
+    if not config.lease_seconds or not until > now:
         return 0.0
     return min(until, used_until(now, config.touch_seconds, 0) / 1e9 + config.lease_seconds)
 

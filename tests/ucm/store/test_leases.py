@@ -16,12 +16,15 @@ import pytest
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
 from tests.ucm.store.workers import lease_until_killed
 from ucm.store.base import BlockCorruptError, BlockTransfer
+from ucm.store.config import BOUNDS
 from ucm.store.factory import open_store
+from ucm.store.posix import space
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import touch, unlink_unused
 from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.tier import Directory
 from ucm.store.tier import kept_until, used_until
 from ucm.testing.blocks import Memory, content, key
 
@@ -220,6 +223,41 @@ def test_a_lease_is_set_at_once(patient: StoreConfig, clock: SimulatedClock) -> 
         store.retain(keys, until)
         clock.advance(0.05)
         assert stamps(patient, keys)[0] == kept_until(until, 0)
+
+
+@pytest.mark.parametrize("until", [float("nan"), float("-inf"), -1e300, 0.0, 1.0])
+def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: SimulatedClock, until: float) -> None:
+    (one,) = chain(0, 1)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        memory = Memory(one, SMALL, content(one, SMALL))
+        store.wait(store.save([BlockTransfer(one, memory.slices, retain_until=until)]))
+        assert not store.wait(store.commit([one])).failed
+        settle(clock)
+        before = stamps(patient, [one])
+        store.retain([one], until, pinned=True)
+        settle(clock)
+        assert stamps(patient, [one]) == before
+
+
+def test_the_longest_lease_is_one_that_files_can_have(patient: StoreConfig, clock: SimulatedClock) -> None:
+    (one,), longest = chain(0, 1), BOUNDS["lease_seconds"].most
+    assert longest is not None
+    with open_store(replace(patient, lease_seconds=longest), NAMESPACE, SMALL, clock=clock) as store:
+        save(store, [one])
+        store.retain([one], float("inf"), pinned=True)
+        settle(clock)
+        assert stamps(patient, [one])[0] > (clock.time() + longest) * 1e9
+
+
+def test_times_that_wait_for_a_stuck_directory_do_not_pile_up(
+    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "_MOST_TOUCHES", 3)
+    keys, failed = chain(0, 5), list[int]()
+    evictor = Directory(patient.directories[0], NAMESPACE, patient, None, lambda _: None, clock=clock).evictor
+    for number, one in enumerate(keys):
+        evictor.touch(one.hex(), 1, partial(failed.append, number))
+    assert failed == [3, 4]
 
 
 def test_no_leases_if_the_longest_is_0(patient: StoreConfig, clock: SimulatedClock) -> None:
