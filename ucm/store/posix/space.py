@@ -260,7 +260,7 @@ _LOOK_SECONDS = 0.01, 1.0
 _ELECTION_SECONDS = 5.0
 _NICEST = 10
 #: The most times of last use that wait to be set.
-_MOST_TOUCHES = 1 << 18
+_MOST_TOUCHES = 1 << 19
 
 
 #: How many seconds ``close`` waits for all evictors together.
