@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ucm.commands.store.lookup import described_prompt
@@ -18,7 +18,7 @@ from ucm.store.tier import ValueTier
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
@@ -59,7 +59,7 @@ def _drop(config: StoreConfig, name: str, namespace: str, keys: Sequence[BlockKe
         StoreError: The tier does not answer, or cannot delete.
     """
     if name == "Posix":
-        return sum(_unlink(Layout(root, namespace).block(key)) for root in config.directories for key in keys)
+        return _unlink_all(Layout(root, namespace).block(key) for root in config.directories for key in keys)
     if name in DIRECTORY_TIERS:
         return delete_blocks(Layout(config.dram_directory, namespace), keys)
     back_end = back_end_class(name)
@@ -72,8 +72,21 @@ def _drop(config: StoreConfig, name: str, namespace: str, keys: Sequence[BlockKe
     return there.count(True)
 
 
-def _unlink(path: str) -> bool:
-    with suppress(FileNotFoundError):
-        unlink(path)
-        return True
-    return False
+def _unlink_all(paths: Iterable[str]) -> int:
+    """Delete files; return how many there were.
+
+    Raises:
+        StoreError: Some could not be deleted; the others were.
+    """
+    deleted, refused = 0, list[OSError]()
+    for path in paths:
+        try:
+            unlink(path)
+            deleted += 1
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            refused.append(error)
+    if refused:
+        raise StoreError(f"{many(deleted, 'block', 'blocks')} deleted, and {len(refused)} not: {refused[0]}")
+    return deleted
