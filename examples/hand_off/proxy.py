@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -37,12 +38,30 @@ DECODED_ELSEWHERE = {
 }
 #: Parameters that do not go with one token, or that would only cost time.
 ONLY_TO_DECODE = ("stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "best_of")
+#: How the names of UCM's own parameters begin: what a client may ask of both engines, for instance to retain blocks.
+#: Where a prompt's KV is, no client may say.
+FROM_CLIENTS = "ucm_"
+#: The status of an answer to a client that is gone, which nobody gets.
+GONE = 499
 
 
-def to_prefill(body: dict[str, Any]) -> dict[str, Any]:
+def taken_apart(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a request without its ``kv_transfer_params``, and those of them that a client may give."""
+    rest = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+    params = body.get("kv_transfer_params")
+    given = params if isinstance(params, dict) else {}
+    return rest, {name: value for name, value in given.items() if name.startswith(FROM_CLIENTS)}
+
+
+def to_prefill(body: Mapping[str, Any], wishes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request for a prefill engine: the same prompt, and one token."""
     kept = {name: value for name, value in body.items() if name not in ONLY_TO_DECODE}
-    return {**kept, "max_tokens": 1, "stream": False, "kv_transfer_params": DECODED_ELSEWHERE}
+    return {**kept, "max_tokens": 1, "stream": False, "kv_transfer_params": {**wishes, **DECODED_ELSEWHERE}}
+
+
+def refusal(message: str, status: int) -> Response:
+    """Return an error as OpenAI's API has it."""
+    return JSONResponse({"error": {"message": message, "type": "proxy_error", "code": status}}, status)
 
 
 class Proxy:
@@ -62,29 +81,64 @@ class Proxy:
         )
 
     async def complete(self, request: Request) -> Response:
-        """Answer a completion or a chat."""
-        body, path = await request.json(), request.url.path
-        params = await self._prefill(path, body)
-        sent = body if params is None else {**body, "kv_transfer_params": params}
+        """Answer a completion or a chat, unless its client leaves: then both engines are spared the rest."""
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError) as error:
+            return refusal(f"the request is no JSON: {error}", 400)
+        if not isinstance(body, dict):
+            return refusal(f"the request is a {type(body).__name__} in JSON, not an object", 400)
+        return await _unless_gone(request, self._answer(request, body))
+
+    async def _answer(self, request: Request, body: dict[str, Any]) -> Response:
+        rest, wishes = taken_apart(body)
+        path, headers = request.url.path, _headers(request)
+        params = {**wishes, **await self._prefill(path, headers, to_prefill(rest, wishes))}
+        sent = {**rest, "kv_transfer_params": params} if params else rest
         decode = next(self._decodes)
         try:
-            answer = await self.client.send(self.client.build_request("POST", decode + path, json=sent), stream=True)
+            call = self.client.build_request("POST", decode + path, content=json.dumps(sent), headers=headers)
+            answer = await self.client.send(call, stream=True)
         except httpx.HTTPError as error:
-            return JSONResponse({"error": f"{decode} does not answer: {error!r}"}, 502)
+            return refusal(f"{decode} does not answer: {error!r}", 502)
         return StreamingResponse(_pieces(answer), answer.status_code, media_type=answer.headers.get("content-type"))
 
-    async def _prefill(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """Let a prefill engine compute a prompt; return what it hands over, or None if it fails or is late."""
+    async def _prefill(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
+        """Let a prefill engine compute a prompt; return what it hands over, nothing if it fails or is late."""
         engine = next(self._prefills)
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await self.client.post(engine + path, json=to_prefill(body))
+                answer = await self.client.post(engine + path, content=json.dumps(body), headers=headers)
             answer.raise_for_status()
-            found: dict[str, Any] | None = answer.json().get("kv_transfer_params")
+            found = answer.json()
         except (httpx.HTTPError, TimeoutError, ValueError) as error:
             logger.warning("%s failed, the decode engine computes the prompt: %r", engine, error)
-            return None
-        return found
+            return {}
+        params = found.get("kv_transfer_params") if isinstance(found, dict) else None
+        return params if isinstance(params, dict) else {}
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Return the headers for the engines: they ask for the client's key if they have one (``--api-key``)."""
+    key = request.headers.get("authorization")
+    return {"content-type": "application/json"} | ({"authorization": key} if key else {})
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Do the work for a request, or end it once the client is gone: without a stream, nothing else would notice."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=GONE)
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    """Return when the client of a request, whose body was read, is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:

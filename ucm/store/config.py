@@ -47,6 +47,8 @@ class Within(NamedTuple):
 
 Positive, NotNegative = Within(above=0), Within(least=0)
 AtLeastOne, Threads = Within(least=1), Within(least=1, most=256)
+#: Ten years in seconds: a lease is the time of a file, which must not overflow.
+_LONGEST_LEASE = 10 * 366 * 86_400
 
 
 def pipeline_parts(pipeline: str) -> list[str]:
@@ -131,7 +133,7 @@ class StoreConfig:
     rest_seconds: Annotated[float, NotNegative] = 30.0
     quarantine_keep: Annotated[int, NotNegative] = 16
     touch_seconds: Annotated[float, NotNegative] = 60.0
-    lease_seconds: Annotated[float, NotNegative] = 86_400.0
+    lease_seconds: Annotated[float, Within(least=0, most=_LONGEST_LEASE)] = 86_400.0
     stale_seconds: Annotated[float, NotNegative] = 3600.0
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -233,6 +233,20 @@ class TierPlace:
     clock: Clock = SYSTEM
 
 
+class Leased(NamedTuple):
+    """What `Tier.lease` has done.
+
+    Attributes:
+        stored: How many of the blocks are stored.
+        leased: How many of these are leased as asked.
+        refused: What the system said of each block that cannot be leased, e.g. because another user owns its file.
+    """
+
+    stored: int
+    leased: int
+    refused: Sequence[OSError] = ()
+
+
 class Tier(ABC):
     """One medium, opened for one namespace. Transfer methods raise StoreError; other methods never raise.
 
@@ -349,22 +363,16 @@ class Tier(ABC):
         """
         del keys, until, first, pinned
 
-    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
-        """Lease blocks for a tool, as ``retain`` does, but at once; called only if it ``leases``.
-
-        Returns:
-            How many of the blocks are stored, and how many of these are leased as asked.
-
-        Raises:
-            StoreError: The medium does not answer.
-        """
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> Leased:
+        """Lease blocks for a tool, as ``retain`` does, but at once; called only if it ``leases``."""
         raise NotImplementedError
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Delete blocks for a tool, and return how many there were.
 
         Raises:
-            StoreError: The tier cannot delete single blocks, or its medium does not answer.
+            StoreError: The tier cannot delete single blocks, its medium does not answer, or it refused some blocks; the
+                others are deleted.
         """
         del keys
         raise StoreError("this tier cannot delete single blocks")
@@ -589,9 +597,9 @@ def kept_until(end: float, depth: int) -> int:
 def lease_end(until: float, now: float, config: StoreConfig) -> float:
     """Return when a lease ends that is asked for now: at most ``lease_seconds`` after the current span; 0 for none.
 
-    So long leases of one chain, asked for in one span, have one end.
+    So long leases of one chain, asked for in one span, have one end. One whose end is past, or no number, is none.
     """
-    if not config.lease_seconds:
+    if not config.lease_seconds or not until > now:
         return 0.0
     return min(until, used_until(now, config.touch_seconds, 0) / 1e9 + config.lease_seconds)
 

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 from tests.ucm.store.evicting import evict_unpinned
+from ucm.clock import SYSTEM
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix import scan as posix_scan
-from ucm.store.posix.layout import Layout
-from ucm.store.posix.scan import scan
+from ucm.store.posix import space
+from ucm.store.posix.layout import Layout, owner_name
+from ucm.store.posix.scan import SAMPLE_BLOCKS, Scan, scan
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
+    from ucm.clock import Clock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
     from ucm.testing.clock import SimulatedClock
@@ -256,3 +259,29 @@ def test_a_root_of_a_few_blocks_takes_the_next(config: StoreConfig, blocks: floa
             saved(clock, store, [block])
             assert number in there(store)
             assert (store.stats()["posix"].used_bytes or 0) <= capacity
+
+
+def test_a_root_in_which_nothing_may_go_is_not_scanned_all_the_time(
+    config: StoreConfig, layout: Layout, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where unfinished files, or blocks of running requests, fill it: writers ask for room again and again."""
+    scans: list[str] = []
+
+    def count(root: str, sample_blocks: int = SAMPLE_BLOCKS, *, clock: Clock = SYSTEM) -> Scan:
+        scans.append(root)
+        return scan(root, sample_blocks, clock=clock)
+
+    monkeypatch.setattr(space, "scan", count)
+    with open_store(replace(config, posix_capacity_bytes=1 << 20), NAMESPACE, EVEN, clock=clock) as store:
+        saved(clock, store, [key(0)])
+        unfinished = Path(layout.temporary, owner_name())
+        unfinished.write_bytes(bytes(1 << 20))
+        clock.advance(700.0)
+        scans.clear()
+        for number in range(1, 11):
+            assert save(store, [key(number)], EVEN).failed
+            clock.advance(1.0)
+        assert 5 <= len(scans) <= 20
+        unfinished.unlink()
+        clock.advance(2.0)
+        saved(clock, store, [key(20)])

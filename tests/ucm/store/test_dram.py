@@ -32,6 +32,7 @@ from ucm.store.memory import dram
 from ucm.store.memory.dram import DramTier
 from ucm.store.memory.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
 from ucm.store.posix.layout import PRIVATE, Layout, owner_name
+from ucm.store.posix.leases import LeaseRules
 from ucm.store.tier import TierOptions, TierPlace
 from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, key, save
 
@@ -116,6 +117,21 @@ def test_a_chain_that_is_written_slowly_is_evicted_from_its_end(config: StoreCon
         assert there(store, others) == others
         assert left == chain[: len(left)]
         assert 0 < len(left) < len(chain)
+
+
+def test_a_wrong_clock_makes_no_segment_immortal(config: StoreConfig, clock: SimulatedClock) -> None:
+    """Times that it has set are far ahead: such segments go first, and a use corrects them."""
+    far = int((clock.time() + 10 * 365 * 86400) * 1e9)
+    one_thread = replace(config, save_threads=1)
+    with open_store(one_thread, NAMESPACE, EVEN, clock=clock) as store:
+        save(store, KEYS[:4], EVEN)
+        for path in Path(directory_of(layout_of(config))).iterdir():
+            segment = Segment.open(str(path))
+            segment.use(far, clock.time(), LeaseRules(1 << 62))
+            segment.close()
+        store.renew(KEYS[:1])
+        save(store, KEYS[4:23], EVEN)
+        assert there(store, KEYS[:23]) == [KEYS[0], *KEYS[4:23]]
 
 
 def test_a_reader_elsewhere_misses_what_was_evicted_and_finds_what_is_new(

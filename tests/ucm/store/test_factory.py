@@ -187,6 +187,7 @@ def test_a_wrong_option_is_named(config: StoreConfig, changes: dict[str, Any], w
         ("save_nice", 20),
         ("save_queue_bytes", 0),
         ("rest_seconds", -1.0),
+        ("lease_seconds", 1e12),
     ],
 )
 def test_a_value_out_of_range_is_refused(name: str, value: float) -> None:

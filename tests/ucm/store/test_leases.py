@@ -16,12 +16,15 @@ import pytest
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
 from tests.ucm.store.workers import lease_until_killed
 from ucm.store.base import BlockCorruptError, BlockTransfer
+from ucm.store.config import BOUNDS
 from ucm.store.factory import open_store
+from ucm.store.posix import space
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import touch, unlink_unused
 from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.tier import Directory
 from ucm.store.tier import kept_until, used_until
 from ucm.testing.blocks import Memory, content, key
 
@@ -131,6 +134,28 @@ def test_pins_beyond_half_of_the_capacity_are_only_retained(patient: StoreConfig
         assert found(store, early) == [True] * 10 + [False] * 30
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_limit_of_pins_holds_where_many_end_at_once(
+    patient: StoreConfig, clock: SimulatedClock, *, sampled: bool
+) -> None:
+    """As do all that ask for more than the longest lease, in one span."""
+    keys = [key(7000 + place) for place in range(40)]
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        for one in keys:  # no chain
+            save(store, [one])
+        settle(clock)
+        for one in keys:
+            store.retain([one], clock.time() + 1e9, pinned=True)
+        settle(clock)
+        assert len(set(stamps(patient, keys))) == 1
+        rules, root = LeaseRules.of(patient), patient.directories[0]
+        for _ in range(3):  # always the same ones stay
+            seen = scan(root)
+            seen.exact = not sampled
+            evict(root, seen, 1e12, lambda _: None, rules, 25 * FILE, clock=clock)
+            assert sum(found(store, keys)) == 25
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_use_never_shortens_a_lease(patient: StoreConfig, clock: SimulatedClock, *, pinned: bool) -> None:
     keys = chain(0, 5)
@@ -200,6 +225,41 @@ def test_a_lease_is_set_at_once(patient: StoreConfig, clock: SimulatedClock) -> 
         assert stamps(patient, keys)[0] == kept_until(until, 0)
 
 
+@pytest.mark.parametrize("until", [float("nan"), float("-inf"), -1e300, 0.0, 1.0])
+def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: SimulatedClock, until: float) -> None:
+    (one,) = chain(0, 1)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        memory = Memory(one, SMALL, content(one, SMALL))
+        store.wait(store.save([BlockTransfer(one, memory.slices, retain_until=until)]))
+        assert not store.wait(store.commit([one])).failed
+        settle(clock)
+        before = stamps(patient, [one])
+        store.retain([one], until, pinned=True)
+        settle(clock)
+        assert stamps(patient, [one]) == before
+
+
+def test_the_longest_lease_is_one_that_files_can_have(patient: StoreConfig, clock: SimulatedClock) -> None:
+    (one,), longest = chain(0, 1), BOUNDS["lease_seconds"].most
+    assert longest is not None
+    with open_store(replace(patient, lease_seconds=longest), NAMESPACE, SMALL, clock=clock) as store:
+        save(store, [one])
+        store.retain([one], float("inf"), pinned=True)
+        settle(clock)
+        assert stamps(patient, [one])[0] > (clock.time() + longest) * 1e9
+
+
+def test_times_that_wait_for_a_stuck_directory_do_not_pile_up(
+    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "_MOST_TOUCHES", 3)
+    keys, failed = chain(0, 5), list[int]()
+    evictor = Directory(patient.directories[0], NAMESPACE, patient, None, lambda _: None, clock=clock).evictor
+    for number, one in enumerate(keys):
+        evictor.touch(one.hex(), 1, partial(failed.append, number))
+    assert failed == [3, 4]
+
+
 def test_no_leases_if_the_longest_is_0(patient: StoreConfig, clock: SimulatedClock) -> None:
     keys = chain(0, 1)
     with open_store(replace(patient, lease_seconds=0.0), NAMESPACE, SMALL, clock=clock) as store:
@@ -240,10 +300,15 @@ def test_a_damaged_block_has_no_lease(patient: StoreConfig, clock: SimulatedCloc
         store.retain(keys, clock.time() + 600.0, pinned=True)
         settle(clock)
     assert quarantine(layout, keys[0], BlockCorruptError("x"), 16)
-    gone: list[str] = []
-    evict(layout.root, scan(layout.root), 1e9, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
-    assert len(gone) == 1
-    assert gone[0].endswith("-corrupt")
+    clock.advance(TOUCH - clock.time() % TOUCH)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, [key(7)])
+        settle(clock)
+        gone: list[str] = []
+        evict(layout.root, scan(layout.root), 1, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
+        assert [path[-8:] for path in gone] == ["-corrupt"], "it goes before what was just used"
+        evict(layout.root, scan(layout.root), 1e9, gone.append, LeaseRules.of(patient), 1e9, clock=clock)
+        assert found(store, [keys[1], key(7)]) == [True, False]
 
 
 def test_what_another_process_touches_is_neither_touched_nor_deleted(

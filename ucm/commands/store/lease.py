@@ -33,14 +33,16 @@ def run(options: argparse.Namespace) -> int:
     until = SYSTEM.time() + options.seconds
     back_ends = {name: back_end_class(name) for name in config.parts}
     tiers = {name: [0, 0] for name, one in back_ends.items() if is_tier(one) and one.leases}  # stored, leased blocks
+    refused: dict[str, list[OSError]] = {name: [] for name in tiers}
     for stored in facts.stored:
         keys = block_keys(facts, token_ids, stored.group.chunk_tokens)
         for name, counts in tiers.items():
             for namespace in stored.ranks:
                 with closing(open_tier(config, name, namespace)) as tier:
-                    there, leased = tier.lease(keys, until, pinned=options.pin)
-                counts[0] += there
-                counts[1] += leased
+                    done = tier.lease(keys, until, pinned=options.pin)
+                counts[0] += done.stored
+                counts[1] += done.leased
+                refused[name] += done.refused
     without = [name for name in config.parts if name not in tiers]
     if options.json:
         counted = {name: {"blocks": there, "leased": leased} for name, (there, leased) in tiers.items()}
@@ -51,6 +53,11 @@ def run(options: argparse.Namespace) -> int:
             rest = "; the others are only retained" if options.pin and leased < there else ""
             of_all = many(there, "stored block", "stored blocks")
             say([f"{name}: {leased:,} of {of_all} {what} until {iso(until)}{rest}"])
+        say(
+            f"{name}: {many(len(errors), 'block', 'blocks')} cannot be leased by this user: {errors[0]}"
+            for name, errors in refused.items()
+            if errors
+        )
         say(f"{name}: no leases: what it evicts is decided elsewhere" for name in without)
     whole = all(leased in (0, there) for there, leased in tiers.values())  # e.g. memory has no pins, but the disk has
     return int(not whole or not any(leased for _, leased in tiers.values()))

@@ -20,6 +20,7 @@ from ucm.store.memory.directory import prepare_dram
 from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, delete_blocks, directory_of, segment_nbytes
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
+from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
     distrust,
     list_directory,
@@ -27,7 +28,7 @@ from ucm.store.posix.paths import (
     open_file,
     status_of,
 )
-from ucm.store.tier import BlockWriter, Tier, kept_until, lease_end, used_until
+from ucm.store.tier import BlockWriter, Leased, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -77,7 +78,7 @@ class DramTier(Tier):
         codec = place.codec
         self._codec = codec.in_private_memory() if codec is not None and self._is_private else codec
         self._touch_seconds = config.touch_seconds
-        self._config = config
+        self._config, self._leases = config, LeaseRules.of(config)
         self._stale_seconds = config.stale_seconds
         self._stuck_seconds = config.stuck_seconds
         self._lock = self.clock.lock()
@@ -149,7 +150,7 @@ class DramTier(Tier):
         for depth, key in enumerate(keys, first):
             place = self._place(key)
             if place is not None:
-                place[0].use(used_until(now, self._touch_seconds, depth), now)
+                place[0].use(used_until(now, self._touch_seconds, depth), now, self._leases)
 
     def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
         """Retain the blocks' segments; memory has no pins, because a segment would pin many blocks with one."""
@@ -159,13 +160,13 @@ class DramTier(Tier):
         for depth, key in enumerate(keys if until else (), first):
             place = self._place(key)
             if place is not None:
-                place[0].use(kept_until(until, depth), now)
+                place[0].use(kept_until(until, depth), now, self._leases)
 
-    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> Leased:
         """Retain the blocks' segments; none is pinned."""
         there = self.contains(keys, self.clock.monotonic()).count(True)
         self.retain(keys, until)
-        return there, 0 if pinned else there
+        return Leased(there, 0 if pinned else there)
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Delete blocks from the namespace's segments, whose memory serves its next ones."""
@@ -195,7 +196,7 @@ class DramTier(Tier):
             if self._place(key) is None:
                 self._remove(filling.segment, filling.segment.show(number, key))
                 filling.segment.renewed[number] = 0
-                filling.segment.use(used_until(now, self._touch_seconds, _UNTOLD_DEPTH), now)
+                filling.segment.use(used_until(now, self._touch_seconds, _UNTOLD_DEPTH), now, self._leases)
                 self._index[key] = filling.segment, number
             filling.done()
 
@@ -241,7 +242,7 @@ class DramTier(Tier):
         if segment.renewed[number] == until:
             return False
         segment.renewed[number] = until
-        segment.use(until, now)
+        segment.use(until, now, self._leases)
         return True
 
     def _refused(self, place: tuple[Segment, int], key: BlockKey, error: StoreError) -> StoreError:
@@ -535,7 +536,13 @@ class DramTier(Tier):
             if path.rpartition(f"/{SEGMENTS}/")[0] not in private:
                 with suppress(OSError, ValueError):
                     found.append(known.get(path) or Segment.open(path))
-        return sorted(found, key=Segment.age)
+        now = int(self.clock.time() * 1e9)
+
+        def rank(segment: Segment) -> tuple[int, int]:
+            used, set_at = segment.age()
+            return self._leases.rank(used, now), set_at
+
+        return sorted(found, key=rank)
 
 
 class _Filling:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ucm.store.base import Buffer
     from ucm.store.format import BlockHeader
     from ucm.store.posix.layout import Layout
+    from ucm.store.posix.leases import LeaseRules
 
 SEGMENTS = "segments"
 #: The file in a root that is locked by the process that makes or evicts segments.
@@ -254,16 +255,18 @@ class Segment:
         used, _, set_at = _AGE.unpack_from(self.map, _USED_AT)
         return used, set_at
 
-    def use(self, used_ns: int, now: float) -> None:
+    def use(self, used_ns: int, now: float, rules: LeaseRules) -> None:
         """Set the time of last use, unless it is later.
 
         Args:
             used_ns: The time of last use, in nanoseconds since the epoch; equal for all that is used in one span.
             now: The time, in seconds since the epoch.
+            rules: What times mean: one that a wrong clock has set is replaced.
         """
-        if used_ns > int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little"):
-            self.map[_USED_AT : _USED_AT + 8] = used_ns.to_bytes(8, "little")
-        self.map[_SET_AT : _SET_AT + 8] = int(now * 1e9).to_bytes(8, "little")
+        old, now_ns = int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little"), int(now * 1e9)
+        if (joined := rules.joined(old, used_ns, now_ns)) != old:
+            self.map[_USED_AT : _USED_AT + 8] = joined.to_bytes(8, "little")
+        self.map[_SET_AT : _SET_AT + 8] = now_ns.to_bytes(8, "little")
 
     def is_current(self) -> bool:
         """Return whether the segment holds what it held when its token was read, apart from single blocks."""

@@ -146,11 +146,16 @@ def _oldest(
 ) -> Iterator[StoredFile]:
     """Yield files that may be deleted to free ``nbytes``; an exact scan yields the least recently used first."""
     now = int(clock.time() * 1e9)
-    found.files.sort(key=lambda file: -leases.rank(file.used_ns, now))
+
+    def rank(file: StoredFile) -> int:
+        found = leases.rank(file.used_ns, now)
+        return min(found, now) if file.damaged else found  # a damaged block's lease has ended
+
+    found.files.sort(key=lambda file: (rank(file), file.path), reverse=True)
     pins_from = _pins_from(found.files, leases, most_pinned, now)
 
     def may_go(file: StoredFile) -> bool:
-        return file.damaged or file.used_ns < pins_from or not leases.is_pinned(file.used_ns, now)
+        return file.damaged or (file.used_ns, file.path) < pins_from or not leases.is_pinned(file.used_ns, now)
 
     if found.exact:
         while found.files:
@@ -161,23 +166,24 @@ def _oldest(
     threshold = 0
     for file in filter(may_go, reversed(found.files)):
         reached += file.weight * file.nbytes
-        threshold = leases.rank(file.used_ns, now)
+        threshold = rank(file)
         if reached >= nbytes:
             break
-    yield from (
-        file for file in _all_blocks(root, clock) if may_go(file) and leases.rank(file.used_ns, now) <= threshold
-    )
+    yield from (file for file in _all_blocks(root, clock) if may_go(file) and rank(file) <= threshold)
 
 
-def _pins_from(files: Sequence[StoredFile], leases: LeaseRules, most: float, now: int) -> float:
-    """Return the time from which on pinned blocks are kept; of all files, those with the latest times come first."""
-    held, begin = 0.0, float("inf")
+def _pins_from(files: Sequence[StoredFile], leases: LeaseRules, most: float, now: int) -> tuple[float, str]:
+    """Return the time and path from which on pinned blocks are kept; of all files, the latest ones come first.
+
+    Many pins may end at one moment, so the path decides as well, which is the same in each scan.
+    """
+    held, begin = 0.0, (float("inf"), "")
     for file in files:
         if not file.damaged and leases.is_pinned(file.used_ns, now):
             held += file.weight * file.nbytes
             if held > most:
                 break
-            begin = file.used_ns
+            begin = file.used_ns, file.path
     return begin
 
 

@@ -251,11 +251,16 @@ _IDLE_SECONDS = 600.0
 #: The first scan of a root with a known usage waits this many seconds, until a starting engine has served its first
 #: requests.
 _FIRST_SECONDS = 5.0
+#: A crowded root of which nothing more may be deleted, because it holds blocks of running requests or unfinished files,
+#: is scanned again after this many seconds.
+_VAIN_SECONDS = 1.0
 #: The shortest and the longest pause of the evictor between two looks, in seconds.
 _LOOK_SECONDS = 0.01, 1.0
 #: How many seconds another process waits between two attempts to become the evictor.
 _ELECTION_SECONDS = 5.0
 _NICEST = 10
+#: The most times of last use that wait to be set.
+_MOST_TOUCHES = 1 << 19
 
 
 #: How many seconds ``close`` waits for all evictors together.
@@ -301,7 +306,10 @@ class Evictor:
             used_ns: The time, in nanoseconds since the epoch.
             failed: Called if it cannot be set, for instance because there is no such block.
         """
-        self._touches.append((path, used_ns, failed))
+        if len(self._touches) < _MOST_TOUCHES:
+            self._touches.append((path, used_ns, failed))
+        else:  # the directory has been stuck for long
+            failed()
 
     def lease(self, path: str, until_ns: int) -> None:
         """Set a block's time of last use like ``touch``, at once: until then it may be the next to go."""
@@ -417,6 +425,7 @@ class _Root:
         self._next_mend: float | None = None
         self._next_cleanup = 0.0
         self._found = Scan()  # its remaining files can be deleted, oldest first
+        self._in_vain = False  # the last scan found too few files that may be deleted
         self._leases = directory.leases
 
     def close(self) -> None:
@@ -453,16 +462,20 @@ class _Root:
         if now >= self._next_cleanup:
             clean_up(self._directory.layout.root, self._stale_seconds, clock=self._clock)
             self._next_cleanup = now + _IDLE_SECONDS
-        idle = state.tally == self._scanned.tally
-        if now >= self._scanned.moment + (_IDLE_SECONDS if idle else _SCAN_SECONDS) or (
-            self._crowded(state) is not None and not self._found.files
-        ):
+        limit = self._crowded(state)
+        if now >= self._scanned.moment + self._between_scans(state):
             state = self._scan(state)
-        elif (limit := self._crowded(state)) is not None:
-            state = self._make_room(state, self._found, limit)
+        elif limit is not None and self._found.files:
+            state, _ = self._make_room(state, self._found, limit)
         else:
             self._usage.subtract(0)
         return self._pause(state, now)
+
+    def _between_scans(self, state: State) -> float:
+        """Return how many seconds after the last scan the next one is due."""
+        if self._crowded(state) is not None and not self._found.files:
+            return _VAIN_SECONDS if self._in_vain else 0.0
+        return _IDLE_SECONDS if state.tally == self._scanned.tally else _SCAN_SECONDS
 
     def _read(self) -> State | None:
         state = self._usage.read()
@@ -484,13 +497,14 @@ class _Root:
         span_ends = used_until(self._clock.time(), directory.touch_seconds, 0)
         found = scan(directory.layout.root, clock=self._clock)
         limit = self._limit(before)
+        self._in_vain = False
         self._usage.reset(found.nbytes, before, directory.share)
         now = int(self._clock.time() * 1e9)
         leased = (file for file in found.files if self._leases.rank(file.used_ns, now) > span_ends)
         directory.leased_bytes = int(sum(file.weight * file.nbytes for file in leased))
         state = self._read() or before
         if limit is not None and state.nbytes > limit * _EVICT_FROM:
-            state = self._make_room(state, found, limit)
+            state, self._in_vain = self._make_room(state, found, limit)
         # The files of an exact scan serve many looks, except for leased ones, which come after those written since. A
         # sample names too few, and without locks several evictors would subtract the same files more than once, until
         # the next scan.
@@ -500,15 +514,15 @@ class _Root:
         self._scanned = self._seen = _Seen(state.tally, self._clock.monotonic())
         return state
 
-    def _make_room(self, state: State, found: Scan, limit: float) -> State:
-        """Delete the least recently used blocks."""
+    def _make_room(self, state: State, found: Scan, limit: float) -> tuple[State, bool]:
+        """Delete the least recently used blocks; return the new state, and whether there were too few."""
         root = self._directory.layout.root
         excess = state.nbytes - limit * _EVICT_TO
         most_pinned = limit * PINNED_SHARE
         count, freed = evict(root, found, excess, self._evicted, self._leases, most_pinned, clock=self._clock)
         self._usage.subtract(freed)
         get_logger(__name__).debug("[UCM.Store] %d blocks evicted from %s, which lost %d bytes", count, root, freed)
-        return self._read() or state
+        return self._read() or state, freed < excess
 
     def _pause(self, state: State, now: float) -> float:
         """Return the time in which about half of the remaining room may be used."""

@@ -38,7 +38,17 @@ from ucm.store.posix.paths import (
     unlink,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.tier import CompressingOptions, RecentKeys, Room, Tier, ValueWriter, kept_until, lease_end, used_until
+from ucm.store.tier import (
+    CompressingOptions,
+    Leased,
+    RecentKeys,
+    Room,
+    Tier,
+    ValueWriter,
+    kept_until,
+    lease_end,
+    used_until,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,6 +71,8 @@ _MOST_UNWRITTEN = 8
 _PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How often missing directories are made for one file.
 _TRIES = 2
+#: How often a tool tries to lease a file that another process holds, for microseconds, and the seconds in between.
+TOUCH_TRIES, TOUCH_SECONDS = 20, 0.005
 #: The file systems on which a renamed file is touched: until its writer has sent another request for it, the server
 #: lets each other host that looks for it wait until its next tick, for five seconds.
 _TOUCHED_AFTER_RENAME = frozenset({"ceph", "fuse.ceph-fuse"})
@@ -504,39 +516,46 @@ class PosixTier(Tier):
             stamp = kept_until(until, depth)
             directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
 
-    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> tuple[int, int]:
+    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> Leased:
         """Set times of last use in every directory; a file system with whole seconds drops the mark of a pin."""
         now = int(self.clock.time() * 1e9)
-        there = leased = 0
+        leased, stored, refused = 0, 0, list[OSError]()
         for directory in self._directories:
             rules = directory.leases
             for depth, key in enumerate(keys):
                 stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
                 path = directory.layout.block(key)
                 try:
-                    kept = touch(path, partial(rules.joined, new=stamp, now=now))
+                    kept = self._touch_when_free(path, partial(rules.joined, new=stamp, now=now))
+                    leased += rules.is_pinned(kept, now) or not pinned
                 except FileNotFoundError:
                     continue
-                except BlockingIOError:  # an engine touches it at this moment
-                    there += 1
                 except OSError as error:
-                    raise store_error(error, path) from error
-                else:
-                    there += 1
-                    leased += rules.is_pinned(kept, now) or not pinned
-        return there, leased
+                    refused.append(error)
+                stored += 1
+        return Leased(stored, leased, refused)
+
+    def _touch_when_free(self, path: str, change: Callable[[int], int]) -> int:
+        """Call `touch`, again if an engine touches the file at this moment."""
+        for _ in range(TOUCH_TRIES):
+            with suppress(BlockingIOError):
+                return touch(path, change)
+            self.clock.sleep(TOUCH_SECONDS)
+        return touch(path, change)
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Delete the blocks' files from every directory."""
-        dropped = 0
+        dropped, refused = 0, list[OSError]()
         for path in (directory.layout.block(key) for directory in self._directories for key in keys):
             try:
                 unlink(path)
+                dropped += 1
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise store_error(error, path) from error
-            dropped += 1
+                refused.append(error)
+        if refused:
+            raise StoreError(f"{dropped:,} blocks deleted, and {len(refused):,} not: {refused[0]}")
         return dropped
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:

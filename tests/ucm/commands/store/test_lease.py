@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from dataclasses import replace
@@ -14,8 +15,10 @@ from tests.ucm.commands.store.test_lookup import below_the_disk, config, prompt 
 from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, described, keys  # noqa: F401 - a fixture
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.posix import tier
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules
+from ucm.store.posix.paths import touch, unlink
 from ucm.testing.blocks import key, save
 
 if TYPE_CHECKING:
@@ -127,6 +130,61 @@ def test_a_file_system_with_whole_seconds_has_no_pins(
     assert answer.code == 1
     assert "Posix: 0 of 4 stored blocks pinned" in answer.out
     assert all(path.stat().st_mtime > time.time() + 3500 for path in files(config) if path.exists()), "but retained"
+
+
+def test_blocks_of_other_users_are_named_and_the_others_leased(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: str, change: Callable[[int], int]) -> int:
+        if path == str(files(config)[1]):
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        return touch(path, change)
+
+    monkeypatch.setattr(tier, "touch", refuse)
+    answer = run("pin", "--for", "1h")
+    assert answer.code == 1
+    assert "Posix: 3 of 4 stored blocks pinned" in answer.out
+    assert f"Posix: 1 block cannot be leased by this user: [Errno 1] Operation not permitted: '{files(config)[1]}'" in (
+        answer.out
+    )
+
+
+def test_a_block_that_an_engine_touches_is_leased_a_moment_later(
+    run: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[str] = []
+
+    def busy(path: str, change: Callable[[int], int]) -> int:
+        if held.count(path) < 2:
+            held.append(path)
+            raise BlockingIOError
+        return touch(path, change)
+
+    monkeypatch.setattr(tier, "touch", busy)
+    monkeypatch.setattr(tier, "TOUCH_SECONDS", 0.0)
+    answer = run("pin", "--for", "1h")
+    assert answer.code == 0
+    assert "Posix: 4 of 4 stored blocks pinned" in answer.out
+
+
+def test_what_can_be_dropped_is_dropped(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: str) -> None:
+        if path == str(files(config)[0]):
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        unlink(path)
+
+    monkeypatch.setattr(tier, "unlink", refuse)
+    answer = run("drop")
+    assert answer.code == 1
+    assert "Cache: 1 block deleted" in answer.out
+    assert f"Posix: 3 blocks deleted, and 1 not: [Errno 1] Operation not permitted: '{files(config)[0]}'" in answer.out
+    assert [path.exists() for path in files(config)] == [True] + [False] * 4
 
 
 def test_dropping_one_prompt_leaves_others_whole(

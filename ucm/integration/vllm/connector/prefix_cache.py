@@ -172,7 +172,7 @@ class RequestState:
         computed: Tokens whose KV was in vLLM's own prefix cache at its last lookup.
         known: Those tokens, and the tokens that we loaded after them.
         lookup: The lookup in the store, with its staged blocks; until the load, or a start without one.
-        asked: When the lookup began, as the clock's ``monotonic()``; None once it is counted.
+        asked: When the first lookup began, as the clock's ``monotonic()``; None once one has ended and is counted.
         loaded: Tokens that were loaded for it, for the log.
         to_save: Chunks of it that the workers were told to save, for the log.
         confirmed: Whether the inputs that shape its KV are known to be those that its keys were made of.
@@ -657,7 +657,11 @@ class PrefixCacheScheduler:
             if self.prepares and self._options.asks_again and limit > computed:
                 return None
             limit = 0
-        state.asked = self._clock.monotonic()
+        now = self._clock.monotonic()
+        if state.asked is None:
+            state.asked = now
+        elif now >= state.asked + self.stager.seconds:
+            state.awaited = 0  # vLLM's own cache has grown meanwhile, and the request has waited long enough
         state.lookup = self.stager.submit(self._query(state, computed, limit))
         return state.lookup
 
@@ -680,7 +684,8 @@ class PrefixCacheScheduler:
             if limit > computed
             else []
         )
-        options, awaited = self._options, min(state.awaited, limit)
+        # Of a block that is not full, nothing ever comes.
+        options, awaited = self._options, min(state.awaited, limit) // self._alignment * self._alignment
         return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block, awaited)
 
     def _keys(self, request: Request, group: CacheGroup, first: int, last: int) -> list[BlockKey]:

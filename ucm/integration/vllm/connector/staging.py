@@ -135,6 +135,7 @@ class Stager:
         self._rests_until = 0.0
         self._probe: Lookup | None = None
         self._uses: deque[Use] = deque()
+        self._used_keys = 0  # of the queued uses
         self._answering = False
         self._answers: deque[tuple[str, int, int]] = deque()
         self._failures: deque[str] = deque()
@@ -245,10 +246,13 @@ class Stager:
 
     def use(self, use: Use) -> None:
         """Renew the blocks of a chain, and find out which of them all ranks have; see ``answers``."""
-        if len(self._uses) >= _MOST_USES or self._rests(self._clock.monotonic()):
+        if self._rests(self._clock.monotonic()):
             return
-        self._uses.append(use)
         with self._changed:
+            if self._uses and self._used_keys + len(use.keys) > _MOST_USED_KEYS:
+                return
+            self._uses.append(use)
+            self._used_keys += len(use.keys)
             if self._answering:
                 return
             self._answering = True
@@ -610,7 +614,8 @@ class Stager:
                 if not self._uses or self._closed:
                     self._answering = False
                     return
-            use = self._uses.popleft()
+                use = self._uses.popleft()
+                self._used_keys -= len(use.keys)
             missing: int | None = use.expected.start
             try:
                 keys = [use.keys[place] for place in self._reached(use.group, use.keys, 0)]
@@ -633,5 +638,6 @@ class Stager:
         return use.expected.start + count if count < len(use.expected) else None
 
 
-#: The most queued uses; answers to more would be outdated.
-_MOST_USES = 256
+#: The most keys of queued uses; beyond that, uses are dropped, with their leases. Thousands of requests may end in one
+#: step.
+_MOST_USED_KEYS = 1 << 20

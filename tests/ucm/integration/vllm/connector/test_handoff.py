@@ -106,6 +106,30 @@ def test_a_request_waits_once(clock: SimulatedClock) -> None:
     assert clock.monotonic() == begun
 
 
+def test_a_request_waits_no_longer_because_vllms_own_cache_grows(clock: SimulatedClock) -> None:
+    """Each time there is a new lookup, with a deadline of its own."""
+    scene = Scene(clock, seconds=SECONDS)
+    tokens, begun = list(range(100)), clock.monotonic()
+    new = handed(tokens, 96)
+    for computed in range(0, 80, SIZE):
+        scene.side.matched_tokens(new, computed)
+        clock.run_until_idle()
+        if scene.side.matched_tokens(new, computed) is not None:
+            break
+        clock.advance(SECONDS / 4)
+    assert SECONDS <= clock.monotonic() - begun <= 1.5 * SECONDS
+
+
+def test_what_is_in_no_full_block_is_not_waited_for(clock: SimulatedClock) -> None:
+    """Whatever a client says: the number is its own."""
+    scene = Scene(clock, seconds=SECONDS)
+    publish(scene, 8)
+    begun = clock.monotonic()
+    assert scene.matched(handed(TOKENS, 8 + SIZE - 1)) == 8
+    assert clock.monotonic() == begun
+    assert scene.counted.failures == []
+
+
 def test_no_thread_waits_for_another_engine(clock: SimulatedClock) -> None:
     """However many requests wait, others are looked up meanwhile, also after the store has rested."""
     scene = Scene(clock, seconds=SECONDS)

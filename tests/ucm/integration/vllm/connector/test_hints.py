@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, request
+from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.hints import HintError, retain_seconds
+from ucm.integration.vllm.connector.staging import Use
+from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
     from ucm.testing.clock import SimulatedClock
@@ -109,6 +112,21 @@ def test_a_malformed_hint_costs_nothing_but_a_line(clock: SimulatedClock, caplog
     assert chain in scene.store.renewed
     assert scene.counted.hints == ["malformed"] * 3
     assert caplog.text.count("not retained: ucm_retain_seconds is 'for ever', not a number of seconds") <= 1
+
+
+def test_all_requests_that_end_in_one_step_are_retained(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(clock, lease_seconds=600.0)
+    chain = [BlockKey(one) for one in scene.keep(TOKENS[:8])]
+    uses = [Use(str(number), scene.groups.groups[0], chain, range(0), 1e9) for number in range(1000)]
+    for one in uses:
+        scene.stager.use(one)
+    clock.run_until_idle()
+    assert len(scene.store.retained) == 1000
+    monkeypatch.setattr(staging, "_MOST_USED_KEYS", 3)
+    for one in uses[:3]:  # not more than there is room for, but always one
+        scene.stager.use(one)
+    clock.run_until_idle()
+    assert len(scene.store.retained) == 1001
 
 
 def test_an_uncached_request_is_not_retained(clock: SimulatedClock) -> None:
