@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ucm.hashing.request_hasher import RequestHasher, frame
+from ucm.salts import tag_of_salt, tagged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey
 
 #: Part of every name. Change it when what is hashed or stored changes.
-FORMAT = "ucm.chunk/1"
+FORMAT = "ucm.chunk/2"
 #: Tokens per piece.
 PIECE = 64
 #: The key of the chunks in a request's ``kv_transfer_params``.
@@ -138,7 +139,8 @@ class ChunkNames:
         whole = RequestHasher(seed).generate_block_hashes(token_ids, len(token_ids))[0]
         count = Chunk(0, len(token_ids)).pieces
         names = (hashlib.sha256(frame((FORMAT, whole, piece))).digest() for piece in range(count))
-        return [cast("BlockKey", name) for name in names]
+        tag = tag_of_salt(salt)
+        return [cast("BlockKey", tagged(name, tag)) for name in names]
 
 
 @dataclass(frozen=True, slots=True)

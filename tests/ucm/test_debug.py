@@ -187,7 +187,7 @@ def test_blocks_are_named_as_the_scheduler_side_names_them() -> None:
     expected = blocks.of(Request("other", TOKENS), SIZE)
     assert hasher.seed == b"identity"
     assert hasher.generate_block_hashes(TOKENS, SIZE) == expected
-    extra = SimpleNamespace(root=b"salt", first_block_token=None)
+    extra = SimpleNamespace(salt="salt", root=b"salt", first_block_token=None)
     assert hasher.generate_block_hashes(TOKENS, SIZE, extra) == RequestHasher(b"identity").generate_block_hashes(
         TOKENS, SIZE, extra
     )

@@ -23,6 +23,7 @@ from pydantic import (
 from ucm.config.document import path_problem
 from ucm.config.problems import RefusedValueError
 from ucm.store.config import BOUNDS, ENTRY_POINT_GROUP, OURS, StoreConfig, Within, option_types, pipeline_parts
+from ucm.store.shares import weights_problem
 
 _UNITS = {"b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
@@ -45,6 +46,7 @@ ONLY_WITH = {
     "trusted_group": POSIX | DRAM,
     "fsync": POSIX,
     "direct_io": POSIX,
+    "share_seconds": POSIX,
     "dram_directory": DRAM,
     "dram_capacity": DRAM,
     "dram_capacity_fraction": DRAM,
@@ -107,9 +109,17 @@ def _path(value: str) -> str:
     return value
 
 
+def _weights(value: dict[str, float]) -> dict[str, float]:
+    problem = weights_problem(value)
+    if problem:
+        raise RefusedValueError(problem, "write {<tag>: <weight>, …}, with tags that `ucm store tag` prints")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(_size), PlainSerializer("{}B".format, when_used="json")]
 FilePath = Annotated[str, AfterValidator(_path)]
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_paths)]
+Weights = Annotated[dict[str, float], AfterValidator(_weights)]
 
 
 #: Options of a store that are written in another form than `StoreConfig` has them.
@@ -118,6 +128,7 @@ _WRITTEN_AS: dict[str, Any] = {
     "dram_directory": FilePath,
     "authentication_key_file": FilePath | None,
     "tiers": dict[str, dict[str, Any]],
+    "share_weights": Weights,
 }
 
 

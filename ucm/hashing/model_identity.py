@@ -52,8 +52,8 @@ _SUBFOLDERS = ("whisper-large-v3",)
 #: Settings of models that name other models whose weights are loaded as well: Ultravox's.
 _OTHER_MODELS = ("audio_model_id", "text_model_id")
 
-#: Must change whenever the facts, or their form, change.
-FORMAT = "ucm.model-identity/4"
+#: Must change whenever the facts, or their form, or that of the keys in the namespace change.
+FORMAT = "ucm.model-identity/5"
 
 _MODEL_SETTINGS = (
     *("dtype", "quantization", "quantization_config", "override_attention_dtype", "disable_sliding_window"),

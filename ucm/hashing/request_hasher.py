@@ -9,6 +9,8 @@ A digest covers:
   ``frame`` of (format, digest of the block before, extra);
 - then the tokens of the blocks since then, u32 LE each.
 
+A key is the digest with the tag of the request's cache salt in place of four bytes; see ``ucm.salts``.
+
 vLLM's own hashes are never keys. They start from ``NONE_HASH``, which depends on the release, on ``PYTHONHASHSEED`` and
 on what else is mixed in, so that engines with the same KV would share nothing without any notice.
 """
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from ucm.compat import block_hashes, optional
+from ucm.salts import tag_of_salt, tagged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     TokenIds: TypeAlias = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 #: Part of every digest; must change whenever the hashed content, or its form, changes.
-FORMAT = "ucm.request-hasher/1"
+FORMAT = "ucm.request-hasher/2"
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 
@@ -118,6 +121,10 @@ class BlockExtra(Protocol):
     """Content of a request, other than its tokens, that shapes its KV."""
 
     @property
+    def salt(self) -> str | None:
+        """The request's ``cache_salt``, whose tag is in its keys; it belongs to ``root`` as well."""
+
+    @property
     def root(self) -> bytes:
         """Content that shapes all of the KV; it is hashed before the first block."""
 
@@ -130,7 +137,7 @@ class BlockExtra(Protocol):
 
 
 class RequestHashes:
-    """The digests of one request, extended as its tokens grow.
+    """The keys of one request, extended as its tokens grow.
 
     Args:
         seed: The hasher's seed.
@@ -138,7 +145,7 @@ class RequestHashes:
         extra: The request's content beside its tokens.
     """
 
-    __slots__ = ("_extra", "_first", "_hash", "block_size", "keys")
+    __slots__ = ("_extra", "_first", "_hash", "_tag", "block_size", "keys")
 
     def __init__(self, seed: bytes, block_size: int, extra: BlockExtra | None = None) -> None:
         self.block_size = block_size
@@ -146,6 +153,7 @@ class RequestHashes:
         self._extra = extra if extra is not None and extra.first_block_token is not None else None
         self._first = frame((FORMAT, seed, block_size, extra.root if extra is not None else b""))
         self._hash = hashlib.sha256(self._first)
+        self._tag = tag_of_salt(extra.salt if extra is not None else None)
 
     def extend(self, token_ids: TokenIds) -> list[bytes]:
         """Hash the complete blocks that are not hashed yet.
@@ -154,7 +162,7 @@ class RequestHashes:
             token_ids: All tokens of the request so far; tokens of hashed blocks are not read again.
 
         Returns:
-            The digests of all complete blocks: the list that this object keeps and extends.
+            The keys of all complete blocks: the list that this object keeps and extends.
 
         Raises:
             ValueError: A token id is no integer from 0 to 2**32 - 1.
@@ -170,7 +178,7 @@ class RequestHashes:
             if self._extra is not None:
                 self._take_extra(self._extra)
             self._hash.update(data[offset : offset + step])
-            keys.append(self._hash.digest())
+            keys.append(tagged(self._hash.digest(), self._tag))
         return keys
 
     def _take_extra(self, extra: BlockExtra) -> None:

@@ -183,6 +183,10 @@ class TierStats:
     used_bytes: int | None = None  #: used in the whole tier by all its users, as far as known
     capacity_bytes: int | None = None  #: None if there is no limit
     leased_bytes: int | None = None  #: of retained and pinned blocks, if this process counts them
+    # By account (``ucm.store.shares``), if some have weights:
+    hits_of: dict[str, int] = field(default_factory=dict)
+    evicted_of: dict[str, int] = field(default_factory=dict)  #: blocks that this process deleted to make room
+    bytes_of: dict[str, int] = field(default_factory=dict)  #: held, if this process counts them
     lookup_calls: int = 0  #: batches of keys looked up
     lookup_seconds: float = 0.0  #: total duration of lookups
     load_seconds: float = 0.0  #: total duration of reads, summed over threads

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from ucm.errors import ConfigError
+from ucm.store.shares import weights_problem
 
 GIB = 1 << 30
 #: The built-in back ends, by their names in a pipeline.
@@ -106,6 +107,11 @@ class StoreConfig:
         touch_seconds: The span of seconds in which a block's time of last use is renewed once, to the span's end.
         lease_seconds: The longest time, in seconds, for which blocks can be retained or pinned; 0: they cannot. It must
             be the same for all that share a store.
+        share_seconds: How long a block is in its cache salt's share of the Posix tier's capacity after its last use; 0:
+            the least recently used blocks go, whosever they are. See ``ucm.store.shares``. To be the same for all that
+            share a store, like the weights.
+        share_weights: The weights of salts, by what ``ucm store tag`` prints, or ``no-salt``; ``others``: that of all
+            other salts together, 1 by default. Empty: each salt has the same.
         stale_seconds: The age from which on a temporary file of a writer on another host is deleted.
         options: The options of a third-party store, which gets this configuration.
     """
@@ -134,6 +140,8 @@ class StoreConfig:
     quarantine_keep: Annotated[int, NotNegative] = 16
     touch_seconds: Annotated[float, NotNegative] = 60.0
     lease_seconds: Annotated[float, Within(least=0, most=_LONGEST_LEASE)] = 86_400.0
+    share_seconds: Annotated[float, NotNegative] = 0.0
+    share_weights: Mapping[str, float] = field(default_factory=dict)
     stale_seconds: Annotated[float, NotNegative] = 3600.0
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -143,6 +151,9 @@ class StoreConfig:
             problem = "" if value is None else within.problem(value)
             if problem:
                 raise ConfigError(f"{name} is {value}; it must be {problem}", where=f"store: {name}")
+        problem = weights_problem(self.share_weights)
+        if problem:
+            raise ConfigError(problem, where="store: share_weights")
 
     @property
     def parts(self) -> list[str]:

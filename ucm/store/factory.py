@@ -40,6 +40,7 @@ from ucm.store.memory.dram import DramTier
 from ucm.store.posix.layout import Layout, check_namespace
 from ucm.store.posix.tier import PosixTier
 from ucm.store.remote.tiers import MooncakeTier, RedisTier, RemoteTier, S3Tier
+from ucm.store.shares import Shares
 from ucm.store.tier import Tier, TierPlace, ValueTier
 from ucm.store.tiered import TieredStore
 
@@ -536,6 +537,7 @@ def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -
     try:
         for name, back_end in back_ends.items():
             tiers.append(back_end.open(options[name], places[name]))
+            tiers[-1].counters.shares = Shares.of(places[name].config)
     except BaseException:
         for tier in tiers:
             tier.close()

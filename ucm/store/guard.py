@@ -179,7 +179,7 @@ class Guard:
         found: list[bool] = []
         if keys and self.allows():
             found = self._look_up(lambda: self.tier.contains(keys, self._deadline(self.tier.timeout)), found)
-        self.counters.looked_up(len(keys), found.count(True))
+        self.counters.looked_up(len(keys), [key for key, there in zip(keys, found, strict=False) if there])
         return found or [False] * len(keys)
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
@@ -187,7 +187,7 @@ class Guard:
         hits = 0
         if keys and self.allows():
             hits = self._look_up(lambda: self.tier.prefix(keys, self._deadline(self.tier.timeout)), hits)
-        self.counters.looked_up(min(hits + 1, len(keys)), hits)
+        self.counters.looked_up(min(hits + 1, len(keys)), keys[:hits])
         return hits
 
     def read_many(self, blocks: Sequence[BlockTransfer]) -> list[Outcome]:

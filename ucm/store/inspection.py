@@ -10,10 +10,11 @@ import os
 import stat
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
+from ucm.salts import tag_digits
 from ucm.store.base import (
     BlockCompressedError,
     BlockCorruptError,
@@ -161,6 +162,7 @@ class NamespaceStock:
     quarantined: int = 0  #: damaged blocks in quarantine
     side_nbytes: int = 0  #: of temporaries and damaged blocks
     plain_nbytes: int | None = None  #: of the blocks without compression; None if unknown
+    by_salt: dict[str, list[int]] = field(default_factory=dict)  #: blocks and bytes, by the digits of the salt's tag
 
 
 def side_files(directory: str) -> list[SideFile]:
@@ -270,6 +272,9 @@ def take_stock(
                 size = read_header(block.path).file_nbytes
         stock.blocks += 1
         stock.nbytes += block.nbytes
+        of_salt = stock.by_salt.setdefault(tag_digits(block.key), [0, 0])
+        of_salt[0] += 1
+        of_salt[1] += block.nbytes
         if rules.rank(block.used_ns, now) > span_ends:
             stock.leased_nbytes += block.nbytes
         if rules.is_pinned(block.used_ns, now):

@@ -8,6 +8,7 @@ derives from ``ucm.store.base.KVStore``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -28,9 +29,10 @@ from ucm.store.base import (
 )
 from ucm.store.compression import Compression, check_installed
 from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verify
+from ucm.store.shares import Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ucm.clock import Clock
     from ucm.store.authentication import Authenticator
@@ -59,12 +61,15 @@ class TierCounters:
         self._lock = Lock()
         self._stats = TierStats()
         self._reasons: dict[str, set[str]] = {}
+        self.shares = Shares()  #: whose hits and evictions are counted apart: accounts with weights
 
-    def looked_up(self, asked: int, found: int) -> None:
-        """Count the keys of a lookup."""
+    def looked_up(self, asked: int, found: Sequence[BlockKey]) -> None:
+        """Count the keys of a lookup, and those that were found."""
+        of = self._by_account(found)
         with self._lock:
             self._stats.lookups += asked
-            self._stats.hits += found
+            self._stats.hits += len(found)
+            _add(self._stats.hits_of, of)
 
     def took(self, operation: str, seconds: float) -> None:
         """Add to the time of a ``lookup``, ``load`` or ``save``."""
@@ -94,10 +99,12 @@ class TierCounters:
         with self._lock:
             self._stats.compressed_bytes += nbytes
 
-    def evicted(self, blocks: int) -> None:
-        """Count blocks deleted to make room."""
+    def evicted(self, blocks: int, keys: Sequence[BlockKey] = ()) -> None:
+        """Count blocks deleted to make room, with their keys if these are known."""
+        of = self._by_account(keys)
         with self._lock:
             self._stats.evicted_blocks += blocks
+            _add(self._stats.evicted_of, of)
 
     def quarantined(self) -> None:
         """Count a damaged block that was moved away or deleted."""
@@ -126,9 +133,19 @@ class TierCounters:
             return replace(
                 self._stats,
                 failures=dict(self._stats.failures),
+                hits_of=dict(self._stats.hits_of),
+                evicted_of=dict(self._stats.evicted_of),
                 used_bytes=used_bytes,
                 capacity_bytes=capacity_bytes,
             )
+
+    def _by_account(self, keys: Sequence[BlockKey]) -> Counter[str]:
+        return Counter(self.shares.account_of(key) for key in keys) if self.shares.weights else Counter()
+
+
+def _add(to: dict[str, int], counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        to[name] = to.get(name, 0) + count
 
 
 class Room:

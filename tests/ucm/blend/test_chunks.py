@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ucm.blend import PIECE, Chunk, ChunkMarksError, ChunkNames, marked_chunks, separated_chunks
+from ucm.salts import tag_digits, tag_of_salt
 
 
 def test_marks_are_followed() -> None:
@@ -64,6 +65,12 @@ def test_a_chunk_is_named_by_its_own_tokens_alone() -> None:
     assert len(names.pieces(tokens, None)) == 2
     assert names.pieces(tokens, None) == ChunkNames(b"").pieces(list(tokens), None)
     assert len(set(names.pieces(tokens, None))) == 2
+
+
+def test_pieces_are_their_salts() -> None:
+    for salt in (None, "tenant"):
+        pieces = ChunkNames(b"").pieces(list(range(3 * PIECE)), salt)
+        assert {tag_digits(piece) for piece in pieces} == {tag_of_salt(salt).hex()}
 
 
 def test_what_gives_a_chunk_another_name() -> None:

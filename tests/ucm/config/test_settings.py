@@ -51,6 +51,8 @@ OTHER: dict[str, Any] = {
     "quarantine_keep": 15,
     "touch_seconds": 16.5,
     "lease_seconds": 900.0,
+    "share_seconds": 3600.0,
+    "share_weights": {"salt-1a2b3c4d": 3.0, "no-salt": 0.5, "others": 2.0},
     "stale_seconds": 17,
     "options": {"reels": 18},
 }

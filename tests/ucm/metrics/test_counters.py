@@ -183,6 +183,7 @@ def test_several_stores_share_tiers() -> None:
 def test_every_counter_of_a_tier_is_exported() -> None:
     names = [field.name for field in dataclasses.fields(TierStats)]
     beside = {"loaded_blocks", "saved_blocks", "failures", "queued_blocks"}  # by bytes, or tested above
+    beside |= {"hits_of", "evicted_of", "bytes_of"}  # tested below
     values: dict[str, Any] = {name: number for number, name in enumerate(names, 1) if name not in beside}
     store = Store()
     store.tiers = {"posix": TierStats(**values)}
@@ -191,6 +192,23 @@ def test_every_counter_of_a_tier_is_exported() -> None:
     data = counters.take_data()
     assert data is not None
     assert sorted(one["posix"] for one in data.values()) == sorted(values.values())
+
+
+def test_salts_with_weights_are_counted(clock: SimulatedClock) -> None:
+    store = Store()
+    salt, both = "salt-1a2b3c4d", {"salt-1a2b3c4d": 5, "others": 2}
+    store.tiers = {"posix": TierStats(hits_of=both, evicted_of={"others": 1}, bytes_of={**both, salt: 0})}
+    counters = ConnectorCounters(clock=clock)
+    counters.watch(store)
+    assert counters.take_data() == {
+        "ucm:salt_hit_blocks_total": {f"posix.{salt}": 5, "posix.others": 2},
+        "ucm:salt_evicted_blocks_total": {"posix.others": 1},
+        "ucm:salt_used_bytes": {f"posix.{salt}": 0, "posix.others": 2},
+        **idle("posix"),
+    }
+    clock.advance(TIER_SECONDS)
+    store.tiers = {"posix": TierStats(hits_of={salt: 6, "others": 2}, evicted_of={"others": 1})}
+    assert counters.take_data() == {"ucm:salt_hit_blocks_total": {f"posix.{salt}": 1}, **idle("posix")}
 
 
 def counts(**calls: Any) -> StatsData:

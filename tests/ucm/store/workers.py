@@ -16,6 +16,7 @@ import numpy as np
 
 from ucm import cli
 from ucm.errors import ConfigError
+from ucm.salts import tag_of_salt, tagged
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -133,3 +134,20 @@ def lease_until_killed(paths: list[str], until: int, told: Connection) -> None:
         touch(path, partial(rules.joined, new=new, now=time.time_ns()))
         told.send(place)
     threading.Event().wait()
+
+
+def of_salt(salt: str, number: int) -> BlockKey:
+    return BlockKey(tagged(key(number), tag_of_salt(salt)))
+
+
+def flood_until_killed(
+    config: StoreConfig, namespace: str, geometry: BlockGeometry, salt: str, first: int, told: Connection
+) -> None:
+    """Save new blocks of a salt for ever; tell after each ten that are there."""
+    with open_store(config, namespace, geometry) as store:
+        while True:
+            keys = [of_salt(salt, number) for number in range(first, first + 10)]
+            while not all(one in save(store, keys, geometry).done for one in keys):
+                pass
+            first += 10
+            told.send(first)

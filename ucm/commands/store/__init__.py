@@ -5,7 +5,7 @@ With ``--json`` each subcommand prints one object. Sizes are in bytes, times in 
 
 ``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null if it can be read), ``blocks``,
 ``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether it contains no part
-of a store), ``unmarked`` (paths), ``namespaces``;
+of a store), ``unmarked`` (paths), ``salts``, each with ``salt`` (its tag), ``blocks``, ``bytes``, and ``namespaces``;
 ``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, the tiers on servers, each with ``tier``,
 ``answers``, ``said`` and ``namespaces``, of our own tiers, each with ``digest``, ``namespace`` (null if no directory
 gives the name), ``blocks``, ``bytes``. A directory's namespace has ``namespace``, ``identity``, ``blocks``,
@@ -25,7 +25,8 @@ name of a tier on servers; ``unreadable``, directories and such tiers with ``dir
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
 
 ``retain``, ``pin``: ``until``; ``tiers``, each with ``blocks`` (stored) and ``leased``; ``without``, tiers that have no
-leases. ``drop``: ``dropped`` blocks by tier, and ``failed``, the reasons of tiers that could not delete.
+leases. ``drop``: ``dropped`` blocks by tier, and ``failed``, the reasons of tiers that could not delete. ``tag``:
+``tag``.
 
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be deleted), a list of ``directory``, ``tier``,
 ``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.

@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     _add_leases(inner)
     _add_drop(inner)
     _add_gc(inner)
+    _add(inner, "tag", "print the tag of the cache salt that is read from standard input, for store.share_weights")
     _add_bench(inner)
 
 

@@ -21,12 +21,15 @@ from ucm.commands.store.text import (
 )
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError
+from ucm.salts import NO_SALT, tag_name
 from ucm.store.base import StoreError
 from ucm.store.factory import ask_tier
 from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 
 #: The tiers that are directories.
 _DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
+#: How many salts are listed; a program gets all.
+_MOST_SALTS = 10
 
 if TYPE_CHECKING:
     import argparse
@@ -58,6 +61,18 @@ class DirectoryStock:
     def side_nbytes(self) -> int:
         """The size of all other files in bytes."""
         return sum(stock.side_nbytes for stock in self.namespaces)
+
+    @property
+    def salts(self) -> list[tuple[str, int, int]]:
+        """The name of each salt's tag with its blocks and bytes in all namespaces; the one with most bytes first."""
+        found: dict[str, list[int]] = {}
+        for stock in self.namespaces:
+            for digits, (blocks, nbytes) in stock.by_salt.items():
+                of_salt = found.setdefault(tag_name(digits), [0, 0])
+                of_salt[0] += blocks
+                of_salt[1] += nbytes
+        salts = [(name, blocks, nbytes) for name, (blocks, nbytes) in found.items()]
+        return sorted(salts, key=lambda one: (-one[2], one[0]))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -158,6 +173,7 @@ def _directory_text(stock: DirectoryStock) -> list[str]:
         leased = sum(one.leased_nbytes for one in stock.namespaces)
         pinned = format_size(sum(one.pinned_nbytes for one in stock.namespaces))
         lines += [f"  {format_size(leased)} in blocks with a lease, {pinned} of them pinned"] if leased else []
+        lines += [f"  {line}" for line in _salt_table(stock.salts)]
     elif stock.bare:
         lines.append(f"  There is {NO_STORE}.")
     for path in stock.unmarked:
@@ -186,6 +202,18 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
         if stock.identity is not None:
             told.setdefault(_summary(stock.identity), stock.namespace.partition("/")[0])
     return [*lines, *(f"{name}: {summary}" for summary, name in told.items())]
+
+
+def _salt_table(salts: Sequence[tuple[str, int, int]]) -> list[str]:
+    """Return the salts that hold most; nothing if no request had one."""
+    if all(name == NO_SALT for name, _, _ in salts):
+        return []
+    rows = [("salt", "blocks", "bytes")]
+    rows += [(name, f"{blocks:,}", format_size(nbytes)) for name, blocks, nbytes in salts[:_MOST_SALTS]]
+    if others := salts[_MOST_SALTS:]:
+        blocks, nbytes = sum(one[1] for one in others), sum(one[2] for one in others)
+        rows.append((many(len(others), "other salt", "other salts"), f"{blocks:,}", format_size(nbytes)))
+    return table(rows, right=(1, 2))
 
 
 def _sizes(stock: NamespaceStock) -> str:
@@ -220,6 +248,7 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
         "total_bytes": stock.total,
         "bare": stock.bare,
         "unmarked": stock.unmarked,
+        "salts": [{"salt": name, "blocks": blocks, "bytes": nbytes} for name, blocks, nbytes in stock.salts],
         "namespaces": [
             {
                 "namespace": one.namespace,

@@ -181,6 +181,10 @@ TIER_STATES = (
     _state("tier_leased_bytes", "Bytes with a lease.", "bytes", "leased_bytes"),
     _state("tier_capacity_bytes", "Bytes that a tier may take; absent without a limit.", "bytes", "capacity_bytes"),
 )
+_OF_SALT = ("tier", "salt")
+SALT_HITS = _counter("salt_hit_blocks_total", "Blocks found.", "blocks", _OF_SALT)
+SALT_EVICTIONS = _counter("salt_evicted_blocks_total", "Blocks evicted.", "blocks", _OF_SALT)
+SALT_BYTES = Metric("ucm:salt_used_bytes", Kind.GAUGE, "Bytes held.", _OF_SALT, "bytes", known=())
 
 BLEND_REQUESTS = _counter(
     "blend_requests_total",

@@ -242,6 +242,8 @@ class ConnectorCounters:
                     value = getattr(stats, metric.stat)
                     if value is not None:
                         self._data.setdefault(metric.name, {})[tier] = value
+                for salt, nbytes in stats.bytes_of.items():
+                    self._data.setdefault(names.SALT_BYTES.name, {})[f"{tier}.{salt}"] = nbytes
 
     def _rises(self, of: tuple[int, str], stats: TierStats) -> None:
         """Add the increase of a tier's counters since they were last read."""
@@ -249,6 +251,8 @@ class ConnectorCounters:
         now = Counter({(metric.name, tier): getattr(stats, metric.stat) for metric in names.TIER_COUNTERS})
         for failure, count in stats.failures.items():
             now[names.TIER_FAILURES.name, f"{tier}.{failure}"] = count
+        for of_salt, counts in ((names.SALT_HITS, stats.hits_of), (names.SALT_EVICTIONS, stats.evicted_of)):
+            now.update({(of_salt.name, f"{tier}.{salt}"): count for salt, count in counts.items()})
         for (name, key), rise in (now - self._tiers.get(of, Counter())).items():
             self.add(names.METRICS[name], rise, key)
         self._tiers[of] = now

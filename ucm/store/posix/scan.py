@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import random
 import stat
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
+from ucm.salts import TAG_BYTES
 from ucm.store.posix.layout import buckets, is_quarantined, is_stale, key_of, namespaces
 from ucm.store.posix.paths import list_directory, unlink, unlink_unused
+from ucm.store.shares import OTHERS, Shares, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 #: A sample of n blocks estimates their number with a relative error of 1/sqrt(n).
 SAMPLE_BLOCKS = 20_000
 _LEAST_SAMPLE = 1_000
+_NO_SHARES = Shares()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,17 @@ class StoredFile:
     weight: float = 1.0  #: how many files it stands for
     damaged: bool = False  #: whether it is quarantined
 
+    @property
+    def tag(self) -> str:
+        """The tag of its block's salt."""
+        begin = self.path.rindex("/") + 1
+        return self.path[begin : begin + 2 * TAG_BYTES]
+
+    @property
+    def held(self) -> float:
+        """The bytes that it stands for."""
+        return self.weight * self.nbytes
+
 
 @dataclass(slots=True)
 class Scan:
@@ -47,6 +62,14 @@ class Scan:
     blocks: float = 0.0
     exact: bool = True
     files: list[StoredFile] = field(default_factory=list)  #: all files, or a sample
+
+    def by_account(self, shares: Shares) -> Counter[str]:
+        """Return the bytes of the blocks of each account."""
+        held: Counter[str] = Counter()
+        for file in self.files:
+            if not file.damaged:
+                held[shares.account(file.tag)] += round(file.held)
+        return held
 
 
 def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS, *, clock: Clock = SYSTEM) -> Scan:
@@ -99,11 +122,13 @@ def evict(
     leases: LeaseRules,
     most_pinned: float,
     *,
+    shares: Shares = _NO_SHARES,
     clock: Clock = SYSTEM,
 ) -> tuple[int, int]:
     """Delete the least recently used files, unless they were used after the scan or are pinned.
 
-    An exact scan may be reused until none of its files is left, because files written after it were used later.
+    With shares, salts take turns to lose theirs; see ``ucm.store.shares``. Without, an exact scan may be reused until
+    none of its files is left, because files written after it were used later.
 
     Several evictors may work in one directory, often with the same list. Files that another evictor deleted since the
     scan count towards the bytes as well, so that together they delete about as much as one would alone.
@@ -115,6 +140,7 @@ def evict(
         deleted: Called with the path of each file deleted by this call.
         leases: What files' times mean.
         most_pinned: How many bytes of pinned blocks are kept, those whose pins end last; the others are only retained.
+        shares: Whose files go first.
         clock: The clock by which a long walk sleeps half of the time, and leases end.
 
     Returns:
@@ -124,7 +150,7 @@ def evict(
         OSError: The directory can no longer be listed.
     """
     count = freed = 0
-    for file in _oldest(root, found, nbytes, leases, most_pinned, clock):
+    for file in _oldest(root, found, nbytes, _Order(found, leases, most_pinned, shares, clock), clock):
         try:
             if not unlink_unused(file.path, file.used_ns):
                 continue
@@ -141,35 +167,71 @@ def evict(
     return count, freed
 
 
-def _oldest(
-    root: str, found: Scan, nbytes: float, leases: LeaseRules, most_pinned: float, clock: Clock
-) -> Iterator[StoredFile]:
-    """Yield files that may be deleted to free ``nbytes``; an exact scan yields the least recently used first."""
-    now = int(clock.time() * 1e9)
+class _Order:
+    """The order in which the files of a scan go; it sorts them, the first to go last.
 
-    def rank(file: StoredFile) -> int:
-        found = leases.rank(file.used_ns, now)
-        return min(found, now) if file.damaged else found  # a damaged block's lease has ended
+    Args:
+        found: The scan.
+        leases: What files' times mean.
+        most_pinned: As for ``evict``.
+        shares: Whose files go first.
+        clock: Tells which leases have ended.
+    """
 
-    found.files.sort(key=lambda file: (rank(file), file.path), reverse=True)
-    pins_from = _pins_from(found.files, leases, most_pinned, now)
+    def __init__(self, found: Scan, leases: LeaseRules, most_pinned: float, shares: Shares, clock: Clock) -> None:
+        self._now = int(clock.time() * 1e9)
+        self._leases, self.shares = leases, shares
+        self._old = shares.old(self._now)
+        found.files.sort(key=lambda file: (self.rank(file), file.path), reverse=True)
+        self._pins_from = _pins_from(found.files, leases, most_pinned, self._now)
 
-    def may_go(file: StoredFile) -> bool:
-        return file.damaged or (file.used_ns, file.path) < pins_from or not leases.is_pinned(file.used_ns, now)
+    def rank(self, file: StoredFile) -> int:
+        """Return what orders the files of one salt; the smallest goes first."""
+        found = self._leases.rank(file.used_ns, self._now)
+        return min(found, self._now) if file.damaged else found  # a damaged block's lease has ended
 
-    if found.exact:
+    def may_go(self, file: StoredFile) -> bool:
+        """Return whether a file may be deleted at all."""
+        pinned = self._leases.is_pinned(file.used_ns, self._now)
+        return file.damaged or (file.used_ns, file.path) < self._pins_from or not pinned
+
+    def account(self, file: StoredFile) -> str:
+        """Return the account that a file counts for; empty for what is in nobody's share any more."""
+        if not self.shares.seconds:
+            return OTHERS
+        is_old = file.damaged or self.rank(file) < self._old
+        return "" if is_old else self.shares.account(file.tag)
+
+    def turns(self, files: list[StoredFile]) -> Iterator[tuple[str, StoredFile]]:
+        """Yield files that may go, with their accounts, in turn."""
+        turns: Turns[StoredFile] = Turns(self.shares)
+        for file in files:
+            turns.add(self.account(file), file, file.held, may_go=self.may_go(file))
+        return iter(turns)
+
+
+def _oldest(root: str, found: Scan, nbytes: float, order: _Order, clock: Clock) -> Iterator[StoredFile]:
+    """Yield files that may be deleted to free ``nbytes``; an exact scan yields them in order."""
+    if found.exact and not order.shares.seconds:
         while found.files:
-            if may_go(file := found.files.pop()):
+            if order.may_go(file := found.files.pop()):
                 yield file
         return
+    if found.exact:
+        yield from (file for _, file in order.turns(found.files))
+        return
     reached = 0.0
-    threshold = 0
-    for file in filter(may_go, reversed(found.files)):
-        reached += file.weight * file.nbytes
-        threshold = rank(file)
+    last: dict[str, int] = {}
+    for account, file in order.turns(found.files):
+        reached += 0 if file.damaged else file.held  # the walk leaves those in quarantine
+        last[account] = order.rank(file)
         if reached >= nbytes:
             break
-    yield from (file for file in _all_blocks(root, clock) if may_go(file) and rank(file) <= threshold)
+    yield from (
+        file
+        for file in _all_blocks(root, clock)
+        if order.may_go(file) and order.rank(file) <= last.get(order.account(file), -1)
+    )
 
 
 def _pins_from(files: Sequence[StoredFile], leases: LeaseRules, most: float, now: int) -> tuple[float, str]:
@@ -180,7 +242,7 @@ def _pins_from(files: Sequence[StoredFile], leases: LeaseRules, most: float, now
     held, begin = 0.0, (float("inf"), "")
     for file in files:
         if not file.damaged and leases.is_pinned(file.used_ns, now):
-            held += file.weight * file.nbytes
+            held += file.held
             if held > most:
                 break
             begin = file.used_ns, file.path

@@ -40,6 +40,7 @@ from ucm.store.posix.paths import (
     touch,
 )
 from ucm.store.posix.scan import Scan, clean_up, evict, scan
+from ucm.store.shares import OTHERS
 from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
@@ -501,15 +502,18 @@ class _Root:
         self._usage.reset(found.nbytes, before, directory.share)
         now = int(self._clock.time() * 1e9)
         leased = (file for file in found.files if self._leases.rank(file.used_ns, now) > span_ends)
-        directory.leased_bytes = int(sum(file.weight * file.nbytes for file in leased))
+        directory.leased_bytes = int(sum(file.held for file in leased))
+        shares = directory.shares
+        if shares.weights:
+            directory.held_of = dict.fromkeys((*shares.weights, OTHERS), 0) | found.by_account(shares)
         state = self._read() or before
         if limit is not None and state.nbytes > limit * _EVICT_FROM:
             state, self._in_vain = self._make_room(state, found, limit)
         # The files of an exact scan serve many looks, except for leased ones, which come after those written since. A
         # sample names too few, and without locks several evictors would subtract the same files more than once, until
-        # the next scan.
+        # the next scan. Nor does it say who has written since, so that shares need a new scan each time.
         self._found = Scan()
-        if found.exact and limit is not None and self._usage.is_exclusive:
+        if found.exact and limit is not None and self._usage.is_exclusive and not shares.seconds:
             self._found.files = [file for file in found.files if file.used_ns <= span_ends]
         self._scanned = self._seen = _Seen(state.tally, self._clock.monotonic())
         return state
@@ -519,7 +523,16 @@ class _Root:
         root = self._directory.layout.root
         excess = state.nbytes - limit * _EVICT_TO
         most_pinned = limit * PINNED_SHARE
-        count, freed = evict(root, found, excess, self._evicted, self._leases, most_pinned, clock=self._clock)
+        count, freed = evict(
+            root,
+            found,
+            excess,
+            self._evicted,
+            self._leases,
+            most_pinned,
+            shares=self._directory.shares,
+            clock=self._clock,
+        )
         self._usage.subtract(freed)
         get_logger(__name__).debug("[UCM.Store] %d blocks evicted from %s, which lost %d bytes", count, root, freed)
         return self._read() or state, freed < excess

@@ -38,6 +38,7 @@ from ucm.store.posix.paths import (
     unlink,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
+from ucm.store.shares import Shares
 from ucm.store.tier import (
     CompressingOptions,
     Leased,
@@ -110,6 +111,8 @@ class Directory:
         self.share = share
         self.usage = Usage(self.layout.root)
         self.leases, self.touch_seconds = LeaseRules.of(config), config.touch_seconds
+        self.shares = Shares.of(config)
+        self.held_of: dict[str, int] = {}  #: the bytes of each account with a weight at the last scan, likewise
         self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
         self.tallied_bytes: int | None = None  #: the bytes that it holds by the tally, as last read
         self.direct_io = config.direct_io
@@ -582,6 +585,8 @@ class PosixTier(Tier):
         used = [directory.used_bytes for directory in self._directories]
         found = self.counters.snapshot(_sum_of_known(used), self._capacity_bytes)
         found.leased_bytes = _sum_of_known([directory.leased_bytes for directory in self._directories])
+        held = [directory.held_of for directory in self._directories]
+        found.bytes_of = {account: sum(one.get(account, 0) for one in held) for account in set().union(*held)}
         return found
 
     def close(self) -> None:
@@ -650,8 +655,8 @@ class PosixTier(Tier):
         return found
 
     def _note_eviction(self, path: str) -> None:
-        self.counters.evicted(1)
         key = key_of(*path.rsplit("/", 2)[-2:])
+        self.counters.evicted(1, () if key is None else (key,))
         if key is not None:
             self._drop(key)
 

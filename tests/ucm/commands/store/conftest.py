@@ -21,12 +21,13 @@ from tests.ucm.store.conftest import (  # noqa: F401 - fixtures
     s3_of_session,
     s3_server,
 )
+from tests.ucm.store.workers import of_salt
 from ucm import cli
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix.layout import Layout
-from ucm.testing.blocks import EVEN, key, save
+from ucm.testing.blocks import EVEN, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,7 @@ class Kept:
         return [number for number in range(len(self.keys[namespace])) if self.path(namespace, number).exists()]
 
     def fill(self, namespace: str, count: int, compression: str = "none") -> None:
-        self.keys[namespace] = [key(number) for number in range(count)]
+        self.keys[namespace] = [of_salt("", number) for number in range(count)]
         config = StoreConfig(directories=(str(self.root),), tiers={"Posix": {"compression": compression}})
         with open_store(config, namespace, EVEN) as store:
             save(store, self.keys[namespace], EVEN)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +18,17 @@ from tests.ports import free_port
 from tests.ucm.commands.store.conftest import BIG, DAY, FILE, SMALL
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, read_files, write_model
 from tests.ucm.store.keys import key_file, secret
+from tests.ucm.store.workers import of_salt
+from ucm.commands.store import stat
 from ucm.config import load_connector_config
+from ucm.config.settings import format_size
 from ucm.integration.vllm.connector.identity import engine_identity
+from ucm.salts import tag_name, tag_of_salt
 from ucm.store.authentication import Authenticator
-from ucm.store.posix.layout import owner_name
+from ucm.store.posix.layout import Layout, owner_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.ucm.commands.store.conftest import Answer, Kept
 
@@ -193,3 +199,37 @@ def test_a_tier_on_a_server_that_does_not_answer_is_a_problem(
     (server,) = ask("stat", "--json", "--config", file).data["servers"]
     assert (server["tier"], server["answers"]) == ("Redis", False)
     assert ask("stat", "--tier", "posix", "--config", file).code == 0
+
+
+def test_salts(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no-salt" not in ask("stat", "--directory", kept.root).out
+    shutil.rmtree(kept.root)
+    kept.root.mkdir(mode=0o700)
+    kept.fill("a/g0", 8)
+    names = []
+    for salt in ("", "one\n", "two"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(salt))
+        answer = ask("tag")
+        if not salt:
+            assert (answer.code, "no salt on standard input" in answer.err) == (2, True)
+        names.append(answer.out.strip())
+    assert names[1:] == [tag_name(tag_of_salt(salt).hex()) for salt in ("one", "two")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one"))
+    assert ask("tag", "--json").data == {"tag": names[1]}
+    for number, salt in enumerate(["", "one", "one", "two", "", "one", "", ""]):
+        old = kept.path("a/g0", number)
+        (new := Path(Layout(str(kept.root), "a/g0").block(of_salt(salt, number)))).parent.mkdir(exist_ok=True)
+        old.rename(new)
+    (directory,) = ask("stat", "--json", "--directory", kept.root).data["directories"]
+    assert directory["salts"] == [
+        {"salt": "no-salt", "blocks": 4, "bytes": 4 * FILE},
+        {"salt": names[1], "blocks": 3, "bytes": 3 * FILE},
+        {"salt": names[2], "blocks": 1, "bytes": FILE},
+    ]
+    monkeypatch.setattr(stat, "_MOST_SALTS", 1)
+    last = ask("stat", "--directory", kept.root).out.splitlines()[-3:]
+    assert [line.split() for line in last] == [
+        ["salt", "blocks", "bytes"],
+        ["no-salt", "4", *format_size(4 * FILE).split()],
+        ["2", "other", "salts", "4", *format_size(4 * FILE).split()],
+    ]
