@@ -83,6 +83,14 @@ def proxy(s3_server: S3Server) -> Iterator[Proxy]:
 
 
 @pytest.fixture
+def proxied(configure: Callable[..., StoreConfig], proxy: Proxy) -> Iterator[KVStore]:
+    """A store with all blocks, which reaches its server through the proxy."""
+    with open_store(configure(endpoint=f"http://{proxy.address}"), NAMESPACE, EVEN) as opened:
+        recover(opened)
+        yield opened
+
+
+@pytest.fixture
 def hurried(configure: Callable[..., StoreConfig], proxy: Proxy) -> Iterator[KVStore]:
     """A store with all blocks and short deadlines, which reaches its server through the proxy."""
     with open_store(configure(endpoint=f"http://{proxy.address}", **HURRIED), NAMESPACE, EVEN) as opened:
@@ -422,16 +430,16 @@ def test_an_idle_connection_is_closed_before_a_balancer_forgets_it(
 
 
 @pytest.mark.parametrize("after", [0, 3, 5000])
-def test_a_connection_that_is_cut(hurried: KVStore, proxy: Proxy, s3_server: S3Server, after: int) -> None:
+def test_a_connection_that_is_cut(proxied: KVStore, proxy: Proxy, s3_server: S3Server, after: int) -> None:
     proxy.spoil = lambda data, passed: data if passed + len(data) < after else None
     for _ in range(3):
-        loaded, failed = fetch(hurried, KEYS, EVEN)
+        loaded, failed = fetch(proxied, KEYS, EVEN)
         assert all(ALL[block] == data for block, data in loaded.items())
         assert {error.cause for error in failed.values()} <= {"unavailable", "timeout"}
-        hurried.lookup(KEYS)
+        proxied.lookup(KEYS)
     assert len(objects(s3_server)) == len(KEYS), "an answer that is cut costs no block"
     proxy.spoil = lambda data, _: data
-    recover(hurried)
+    recover(proxied)
 
 
 @pytest.mark.parametrize("on_time", [2, 8])
