@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: How often two clocks are read together.
+_READINGS = 10
+
 
 class Lock(Protocol):
     """A lock, as ``threading.Lock`` and ``threading.RLock``."""
@@ -174,3 +177,21 @@ class SystemClock:
 
 #: The clock of an engine, and the default wherever a clock is a parameter.
 SYSTEM: Clock = SystemClock()
+
+
+def system_started(
+    now: Callable[[], float] = time.time, uptime: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+) -> float:
+    """Return when the system started, in seconds since the epoch.
+
+    A pause between the two clocks would make it seem earlier, so the reading that took the shortest time counts.
+
+    Args:
+        now: Seconds since the epoch.
+        uptime: Seconds since the start; only Linux has this clock.
+    """
+    readings = []
+    for _ in range(_READINGS):
+        before, since = now(), uptime()
+        readings.append((now() - before, before - since))
+    return min(readings)[1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.clock import SYSTEM
+from ucm.clock import SYSTEM, system_started
 from ucm.testing.clock import SimulatedClock, StuckError
 
 if TYPE_CHECKING:
@@ -258,3 +258,13 @@ def test_a_question_may_give_the_threads_work(clock: SimulatedClock) -> None:
 
     clock.run_until(answered)
     assert clock.monotonic() == 1000.0
+
+
+def test_pauses_between_two_clocks_make_the_system_no_older() -> None:
+    passed, pauses = [500.0], iter([0.7, 0.5, 0.9, 0.4, 0.6, 0.0, 0.8, 0.5, 0.7, 0.4])
+
+    def uptime() -> float:
+        passed.append(passed[-1] + next(pauses))
+        return passed[-1]
+
+    assert system_started(lambda: 1_000_000.0 + passed[-1], uptime) == 1_000_000.0

@@ -26,7 +26,7 @@ from time import localtime, strftime
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.background import call_all, process_cores
-from ucm.clock import SYSTEM
+from ucm.clock import SYSTEM, system_started
 from ucm.errors import UcmError
 from ucm.logger import get_logger
 
@@ -128,14 +128,7 @@ def process_started() -> float:
 def _started(process: int | str) -> float:
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
-        # Read before the uptime: a pause in between makes the process seem older, which is safe, but costs the trust in
-        # files that were written just before it started. So the shortest of three is taken.
-        readings = []
-        for _ in range(3):
-            now = SYSTEM.time()
-            uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-            readings.append((SYSTEM.time() - now, now - uptime))
-        return min(readings)[1] + ticks / os.sysconf("SC_CLK_TCK")
+        return system_started() + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return _IMPORTED
 
