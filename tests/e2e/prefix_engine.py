@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MODULE = "ucm.integration.vllm.ucm_connector"
 #: Lets several processes receive functions, with which `inside/converse.py` looks into the workers.
 CODE_BY_RPC = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+#: A lookup's deadline, in seconds, that no load of a machine reaches; tests of late answers have their own.
+PATIENT = 60.0
 #: Seconds after which an ending engine is killed.
 ENDING = 60.0
 
@@ -64,7 +66,7 @@ def connector(store: Mapping[str, Any], name: str = "UCMDirectConnector", **sett
         name: The connector's class.
         settings: The rest of its configuration.
     """
-    extra = {"store": dict(store), **settings}
+    extra = {"store": dict(store), "staging_deadline": PATIENT, **settings}
     module = MODULE.replace("ucm_connector", "blend_connector") if name == "BlendConnector" else MODULE
     transfer = {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
     return {"kv_transfer_config": {**transfer, "kv_role": "kv_both"}}
