@@ -177,8 +177,7 @@ class PrefixEngine:
         if stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING)
+        self._wait_for_end()
         self.kill()
         self._process.wait()
         if self._process.stdout is not None:
@@ -202,6 +201,7 @@ class PrefixEngine:
             stdin.write(json.dumps(command).encode() + b"\n")
             stdin.flush()
         except BrokenPipeError:
+            self._wait_for_end()
             raise EngineFailedError(self._end_of_log()) from None
         return self._answer()
 
@@ -211,8 +211,13 @@ class PrefixEngine:
             raise EngineFailedError(f"no answer for {PATIENCE} s\n{self._end_of_log()}")
         line = stdout.readline()
         if not line:
+            self._wait_for_end()  # its last lines say why
             raise EngineFailedError(self._end_of_log())
         return json.loads(line)["answer"]
+
+    def _wait_for_end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING)
 
     def _end_of_log(self) -> str:
         return self.log[-6000:]
