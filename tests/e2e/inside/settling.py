@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+#: Seconds between two steps, in which the threads that save have the processor.
+PAUSE = 0.02
 
 
 def settle(llm: Any, step: Callable[[], object]) -> None:
@@ -22,6 +26,7 @@ def settle(llm: Any, step: Callable[[], object]) -> None:
         step()
         if not any(llm.collective_rpc(saves)):
             return
+        time.sleep(PAUSE)
 
 
 def saves(worker: Any) -> bool:
