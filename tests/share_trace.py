@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.ucm.store.evicting import evict_unpinned
 from ucm.salts import tag_of_salt, tagged
 from ucm.store.base import BlockKey
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules
-from ucm.store.posix.scan import SAMPLE_BLOCKS, evict, scan
+from ucm.store.posix.scan import SAMPLE_BLOCKS, scan
 from ucm.store.shares import Shares
 from ucm.testing.blocks import key
 
@@ -176,9 +176,7 @@ def cost(blocks: int) -> Iterator[str]:
                 began = time.process_time()
                 if shares.seconds or not found.exact:  # as in ``ucm.store.posix.space``
                     found = scan(root, sample)
-                count, _ = evict(
-                    root, found, blocks // 33 * 100, lambda _: None, LeaseRules(1 << 62), 0.0, shares=shares
-                )
+                count, _ = evict_unpinned(root, found, blocks // 33 * 100, lambda _: None, shares=shares)
                 times.append(time.process_time() - began)
                 deleted += count
             yield f"{blocks:8} blocks  {kind:30} {sum(times) / deleted * 1e6:6.0f} µs"

@@ -192,8 +192,8 @@ class _Order:
 
     def may_go(self, file: StoredFile) -> bool:
         """Return whether a file may be deleted at all."""
-        pinned = self._leases.is_pinned(file.used_ns, self._now)
-        return file.damaged or (file.used_ns, file.path) < self._pins_from or not pinned
+        is_before = file.damaged or (file.used_ns, file.path) < self._pins_from
+        return is_before or not self._leases.is_pinned(file.used_ns, self._now)
 
     def account(self, file: StoredFile) -> str:
         """Return the account that a file counts for; empty for what is in nobody's share any more."""
