@@ -1,10 +1,12 @@
 """A plugin of pytest: tests that need what the system lacks are skipped, or fail in CI, and one line says what it was.
 
-`--not-judged FILE` also writes that line to a file, where `nox -s tests` reads it.
+`--not-judged FILE` also writes that line to a file, where `nox -s tests` reads it. With `--until TIME` the tests that
+would begin later are skipped as well, and counted in that line.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 
 #: The name of the property by which a test's report tells what it did not judge, also from xdist's workers.
 NOT_JUDGED = "not judged"
+#: What is said of tests that would have begun after the time of `--until`.
+TIME_WAS_UP = "what the time did not suffice for"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--not-judged", metavar="FILE", help="write what could not be judged on this system to a file")
+    parser.addoption("--until", metavar="TIME", type=float, help="skip tests that would begin later (Unix time)")
 
 
 def _skip(item: pytest.Item, lacking: NotJudgedError) -> None:
@@ -34,7 +39,11 @@ def _skip(item: pytest.Item, lacking: NotJudgedError) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Skip a test of which a fixture needs what is not installed."""
+    """Skip a test for which there is no time, or of which a fixture needs what is not installed."""
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        item.user_properties.append((NOT_JUDGED, TIME_WAS_UP))
+        pytest.skip("the time of this session was up")
     try:
         return (yield)
     except NotJudgedError as lacking:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -31,6 +32,8 @@ UNIT_PROCESSES = str(max(2, 3 * (os.cpu_count() or 2) // 2))
 THREE_AT_A_TIME = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 #: In a command, the file into which `tests.not_judged` writes what could not be judged.
 REPORT = "{report}"
+#: The part of the minutes of `nox -s e2e -- --minutes N` that the last release leaves to those before it.
+SHARE_OF_FIRST = 0.75
 PYTEST = (sys.executable, "-m", "pytest", "--not-judged", REPORT)
 
 
@@ -177,8 +180,15 @@ def parts_of_tests() -> list[Part]:
     ]
 
 
-def parts_of_e2e(releases: Sequence[str]) -> list[Part]:
-    """The end-to-end tests on some releases, by default those that `nox -s tests` has not run, and then the mutants."""
+def parts_of_e2e(releases: Sequence[str], begin: float = 0.0, minutes: float = math.inf) -> list[Part]:
+    """The end-to-end tests on some releases, by default those that `nox -s tests` has not run, and then the mutants.
+
+    Args:
+        releases: The releases; empty: `RELEASES`.
+        begin: The time now, in seconds since 1970.
+        minutes: Tests that would begin later than so many minutes from now are not run. All releases but the last share
+            `SHARE_OF_FIRST` of it.
+    """
     parts = [_installation(release) for release in releases or RELEASES]
     if not releases:
         parts.append(Part("rules that insert nothing", (sys.executable, "-m", "tests.mutants")))
@@ -188,7 +198,11 @@ def parts_of_e2e(releases: Sequence[str]) -> list[Part]:
             which = "older"
         elif release == RELEASES[0] and not releases:
             which += " and not core"
-        parts.append(_engines(release, (*PYTEST, *THREE_AT_A_TIME, "--durations=20", "-m", which, "tests/e2e")))
+        command = [*PYTEST, *THREE_AT_A_TIME, "--durations=20", "-m", which]
+        if math.isfinite(minutes):
+            last = release == (releases or RELEASES)[-1]
+            command += ["--until", f"{begin + 60 * minutes * (1 if last else SHARE_OF_FIRST):.0f}"]
+        parts.append(_engines(release, (*command, "tests/e2e")))
     return parts
 
 
@@ -211,10 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parts")
     parser.add_argument("session", choices=("tests", "e2e"))
     parser.add_argument("releases", nargs="*", help="of vLLM, for e2e")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which e2e begins no further test")
     chosen = parser.parse_args(arguments)
-    if chosen.session == "tests" and chosen.releases:
-        parser.error("releases are for e2e")
-    parts = parts_of_tests() if chosen.session == "tests" else parts_of_e2e(chosen.releases)
+    if chosen.session == "tests" and (chosen.releases or math.isfinite(chosen.minutes)):
+        parser.error("releases and minutes are for e2e")
+    if not chosen.minutes > 0:
+        parser.error("minutes must be above 0")
+    of_e2e = chosen.session == "e2e"
+    parts = parts_of_e2e(chosen.releases, time.time(), chosen.minutes) if of_e2e else parts_of_tests()
     programs = Programs()
     outcomes = run_all(parts, programs.run, programs.close)
     print("", *table(outcomes), sep="\n", flush=True)

@@ -155,6 +155,25 @@ def test_sessions_name_the_releases_and_every_engine_waits_for_its_installation(
         main(["tests", "0.32.0"])
 
 
+@pytest.mark.parametrize(
+    ("releases", "until"), [([], ["1700001350", "1700001800"]), (["0.16.0"], ["1700001800"]), (["a", "b", "c"], None)]
+)
+def test_the_last_release_has_the_minutes_that_those_before_it_leave(
+    releases: list[str], until: list[str] | None
+) -> None:
+    engines = [part for part in parts_of_e2e(releases, 1_700_000_000, 30) if part.environment]
+    told = [part.command[part.command.index("--until") + 1] for part in engines]
+    assert told == (until or ["1700001350", "1700001350", "1700001800"])
+    assert not any("--until" in part.command for part in parts_of_e2e(releases, 1_700_000_000))
+
+
+@pytest.mark.parametrize("arguments", [["tests", "--minutes", "9"], ["e2e", "--minutes", "0"]])
+def test_minutes_are_of_e2e_and_above_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "minutes" in capsys.readouterr().err
+
+
 # Real programs.
 
 

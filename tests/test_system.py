@@ -226,3 +226,20 @@ def test_in_ci_tests_of_what_is_missing_fail(judge: Callable[..., subprocess.Com
     assert done.returncode == 1
     assert "2 failed, 1 passed, 1 skipped, 2 errors" in done.stdout
     assert "singing: libucm-sing.so not found" in done.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
+def test_tests_for_which_the_time_was_up_are_skipped_and_counted_also_in_ci(
+    judge: Callable[..., subprocess.CompletedProcess[str]], options: tuple[str, ...]
+) -> None:
+    done = judge("true", "--until", "1", *options)
+    assert done.returncode == 0, done.stdout
+    assert "not judged here: what the time did not suffice for (5 tests)\n" in done.stdout
+    assert "the time of this session was up" in done.stdout
+    assert "6 skipped" in done.stdout
+
+
+def test_before_its_time_is_up_everything_is_judged(judge: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = judge("", "--until", "99999999999")
+    assert "1 passed, 5 skipped" in done.stdout
+    assert "the time" not in done.stdout
