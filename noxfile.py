@@ -112,11 +112,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def e2e(session: nox.Session) -> None:
-    """Run the end-to-end tests on real vLLM engines on the CPU: `-- RELEASE …`.
+    """Run the end-to-end tests on real vLLM engines on the CPU: `-- [RELEASE …] [--minutes N]`.
 
     The default is 0.32.0 without the core, which `nox -s tests` runs, and 0.27.1 without tests marked `newest_only`.
     `-- 0.32.0` includes the core. Any other release, for instance 0.16.0 or 0.12.0, runs the tests marked `older`:
-    tokens with each connector and method, and `ucm doctor --run`.
+    tokens with each connector and method, and `ucm doctor --run`. After N minutes no further test begins; the last
+    line counts those that were not run.
     """
     session.run("python", "-m", "tests.system")
     install(session, "test")
