@@ -37,11 +37,11 @@ class Within(NamedTuple):
 
     def problem(self, value: float) -> str:
         """Return what a value must be and is not; empty if it is within the bounds."""
-        if self.least is not None and value < self.least:
+        if self.least is not None and not value >= self.least:  # nor is NaN
             return f"at least {self.least}"
-        if self.above is not None and value <= self.above:
+        if self.above is not None and not value > self.above:
             return f"above {self.above}"
-        if self.most is not None and value > self.most:
+        if self.most is not None and not value <= self.most:
             return f"at most {self.most}"
         return ""
 
@@ -50,6 +50,8 @@ Positive, NotNegative = Within(above=0), Within(least=0)
 AtLeastOne, Threads = Within(least=1), Within(least=1, most=256)
 #: Ten years in seconds: a lease is the time of a file, which must not overflow.
 _LONGEST_LEASE = 10 * 366 * 86_400
+#: A day in seconds: a time of last use is ahead by up to a span, and the blocks used in one are ordered by depth alone.
+_LONGEST_SPAN = 86_400
 
 
 def pipeline_parts(pipeline: str) -> list[str]:
@@ -138,7 +140,7 @@ class StoreConfig:
     failures_until_rest: Annotated[int, AtLeastOne] = 3
     rest_seconds: Annotated[float, NotNegative] = 30.0
     quarantine_keep: Annotated[int, NotNegative] = 16
-    touch_seconds: Annotated[float, NotNegative] = 60.0
+    touch_seconds: Annotated[float, Within(least=0, most=_LONGEST_SPAN)] = 60.0
     lease_seconds: Annotated[float, Within(least=0, most=_LONGEST_LEASE)] = 86_400.0
     share_seconds: Annotated[float, NotNegative] = 0.0
     share_weights: Mapping[str, float] = field(default_factory=dict)

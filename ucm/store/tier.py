@@ -385,7 +385,7 @@ class Tier(ABC):
         raise NotImplementedError
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
-        """Delete blocks for a tool, and return how many there were.
+        """Delete blocks for a tool, also what is kept of damaged ones, and return how many there were.
 
         Raises:
             StoreError: The tier cannot delete single blocks, its medium does not answer, or it refused some blocks; the
@@ -581,8 +581,6 @@ class ValueWriter(BlockWriter):
 
 #: Nanoseconds between the times of last use of a block and of the next one in its chain, if used in the same span.
 _APART = 1_000
-#: The longest time by which a time of last use may be ahead, in seconds.
-_MOST_AHEAD = 86_400.0
 
 
 def used_until(now: float, touch_seconds: float, depth: int) -> int:
@@ -602,8 +600,7 @@ def used_until(now: float, touch_seconds: float, depth: int) -> int:
     Returns:
         Nanoseconds since the epoch.
     """
-    span = min(touch_seconds, _MOST_AHEAD)
-    return kept_until((now // span + 1) * span if span else now, depth)
+    return kept_until((now // touch_seconds + 1) * touch_seconds if touch_seconds else now, depth)
 
 
 def kept_until(end: float, depth: int) -> int:

@@ -188,6 +188,8 @@ def test_a_wrong_option_is_named(config: StoreConfig, changes: dict[str, Any], w
         ("save_queue_bytes", 0),
         ("rest_seconds", -1.0),
         ("lease_seconds", 1e12),
+        ("lease_seconds", float("nan")),
+        ("touch_seconds", 86_401.0),
     ],
 )
 def test_a_value_out_of_range_is_refused(name: str, value: float) -> None:

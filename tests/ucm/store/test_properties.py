@@ -48,7 +48,7 @@ class Storing(RuleBasedStateMachine):
         for root in roots:
             root.mkdir()
         self.config = StoreConfig(
-            directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0, touch_seconds=1e12
+            directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0, touch_seconds=86_400.0
         )
         self.stores = [open_store(self.config, "n", GEOMETRY, clock=self.clock) for _ in range(2)]
         # A block's directory depends on the directories' random paths. Two blocks of each keep a replay the same.

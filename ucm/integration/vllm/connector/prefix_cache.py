@@ -27,6 +27,7 @@ from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
+from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -179,7 +180,7 @@ class RequestState:
         begun: The step that started or resumed it last.
         ran: The last step that computed tokens of it.
         excluded: Whether nothing is loaded or saved for it.
-        used: When the stores were last told that it uses its blocks, in spans of ``touch_seconds``.
+        used: The end of the span in which the stores were last told that it uses its blocks; see ``used_until``.
         states: The states to save, by block: the group, and the tokens up to the state.
         awaited: Tokens that a prefill engine says it has saved, until the first lookup has ended.
         found: The states that vLLM's own cache had, to save those that the stores have lost.
@@ -199,7 +200,7 @@ class RequestState:
     begun: int = 0
     ran: int = 0
     excluded: bool = False
-    used: float = -1.0
+    used: int = 0
     states: dict[int, tuple[int, int]] = field(default_factory=dict)
     awaited: int = 0
     found: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -408,7 +409,7 @@ class PrefixCacheScheduler:
                 computed = state.request.num_computed_tokens + num_scheduled
                 saves = self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
                 plan.saves += saves
-                if saves and self._span() != state.used:  # the chain must not become older than its new end
+                if saves and self._span_end() != state.used:  # the chain must not become older than its new end
                     self._use(state, state.request.num_computed_tokens)
         late, self._late = self._late, []
         plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
@@ -634,7 +635,7 @@ class PrefixCacheScheduler:
 
     def _until(self, state: RequestState) -> float:
         """Return until when a request's blocks are retained; equal for all uses in one span, as their depth decides."""
-        return (self._span() + 1) * max(self._options.touch_seconds, 1e-3) + state.retain if state.retain else 0.0
+        return self._span_end() / 1e9 + state.retain if state.retain else 0.0
 
     def _must_compute(self, request: Request) -> bool:
         """Return whether every token must be computed: outputs are requested, or a failed load would be fatal."""
@@ -742,7 +743,7 @@ class PrefixCacheScheduler:
             num_computed_tokens: How many of these the engine had already. Their blocks are not saved, unless the stores
                 turn out to have lost some.
         """
-        state.used = self._span()
+        state.used = self._span_end()
         request = state.request
         lasting = self._options.lasting_tokens(request.num_prompt_tokens)
         for group in self._groups.groups if self.stager.has_begun else ():
@@ -756,9 +757,9 @@ class PrefixCacheScheduler:
             state.saved[group.index] = max(state.saved[group.index], last)
             self.stager.use(Use(request.request_id, group, keys, expected, self._until(state)))
 
-    def _span(self) -> float:
-        """Return the number of the current span of ``touch_seconds``, in which a use counts once."""
-        return self._clock.time() // max(self._options.touch_seconds, 1e-3)
+    def _span_end(self) -> int:
+        """Return the end of the current span of ``touch_seconds``, in which a use counts once, as the tiers do."""
+        return used_until(self._clock.time(), self._options.touch_seconds, 0)
 
     def _take_answers(self) -> None:
         for request_id, group, missing in self.stager.answers():
