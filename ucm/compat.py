@@ -167,8 +167,11 @@ def transfer_params(request: Request) -> Any:
     return getattr(request, "kv_transfer_params", None)
 
 
-def hint_actions(request: Request) -> Sequence[Any]:
-    """Return the actions of a request's hints for KV caches, vLLM's ``KvHintAction``; there are none before 0.32.0."""
+def hint_actions(request: Request) -> Any:
+    """Return the actions of a request's hints for KV caches, as its client gave them; there are none before 0.32.0.
+
+    They should be a list of vLLM's ``KvHintAction``, which nothing checks if the engine is in the client's process.
+    """
     return optional(request, "kv_hints.actions", ()) or ()
 
 

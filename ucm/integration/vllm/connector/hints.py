@@ -1,15 +1,19 @@
-"""Read how long a request asks to be retained: from its ``kv_transfer_params``, or from vLLM's hints for KV caches."""
+"""Read how long a request asks to be retained: from its ``kv_transfer_params``, or from vLLM's hints for KV caches.
+
+With an engine in the client's process, vLLM checks the type of neither.
+"""
 
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ucm.compat import hint_actions, transfer_params
+from ucm.compat import hint_actions, optional, transfer_params
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ucm.vllm_types import Request
 
 #: The key in a request's ``kv_transfer_params``.
@@ -33,20 +37,30 @@ def retain_seconds(request: Request) -> float:
     if params is not None and not isinstance(params, Mapping):
         raise HintError(f"kv_transfer_params is a {type(params).__name__}, not an object")
     times = [_seconds(RETAIN, params[RETAIN])] if params and RETAIN in params else []
-    for action in hint_actions(request):
-        if action.action_type == _ACTION and action.action_version.partition(".")[0] == _VERSION:
-            times += [_seconds("duration", one["duration"]) for one in _directives(action.payload) if "duration" in one]
+    for directive in _directives(hint_actions(request)):
+        times += [_seconds("duration", directive["duration"])] if "duration" in directive else []
     return max(times, default=0.0)
 
 
-def _directives(payload: Any) -> list[Mapping[str, Any]]:
-    found = payload.get("directives") if isinstance(payload, Mapping) else None
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise HintError(f"the directives of a {_ACTION} action are no list of objects")
-    return found
+def _directives(actions: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the directives of the actions that are ours; the others may have any payload."""
+    if not isinstance(actions, list | tuple):
+        raise HintError("the actions of kv_hints are no list")
+    for action in actions:
+        kind, version = optional(action, "action_type"), optional(action, "action_version")
+        if not isinstance(kind, str) or not isinstance(version, str):
+            raise HintError("the type or the version of an action of kv_hints is no string")
+        if kind == _ACTION and version.partition(".")[0] == _VERSION:
+            payload = optional(action, "payload")
+            found = payload.get("directives") if isinstance(payload, Mapping) else None
+            if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+                raise HintError(f"the directives of a {_ACTION} action are no list of objects")
+            yield from found
 
 
 def _seconds(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+    # The value is not in the message: Python refuses to write long integers, wherever they are within it.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and 0 <= value < math.inf:
         return float(min(value, 1 << 40))
-    raise HintError(f"{name} is {reprlib.repr(value)}, not a number of seconds")
+    raise HintError(f"{name} is {'out of range' if is_number else type(value).__name__}, not a number of seconds")
