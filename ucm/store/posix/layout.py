@@ -47,7 +47,7 @@ from ucm.store.posix.paths import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ucm.store.config import StoreConfig
 
@@ -66,7 +66,7 @@ _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]*(/[a-z0-9_-][a-z0-9._-]*)*")
 _BUCKET = re.compile(r"[0-9a-f]{2}")
 _REST = re.compile(rf"[0-9a-f]{{{2 * MIN_KEY_BYTES - 2},{2 * MAX_KEY_BYTES - 2}}}")
 _OWNER = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<process>\d+)-(?P<started>\d+)-\S+")
-_QUARANTINED = re.compile(r"\d+-[0-9a-f]+-[a-z]+")
+_QUARANTINED = re.compile(r"\d+-(?P<key>[0-9a-f]+)-[a-z]+")
 _numbers = count()
 
 
@@ -139,6 +139,20 @@ class Layout:
         """Return the path of a block."""
         name = key.hex()
         return f"{self._prefix}{name[:2]}/{name[2:]}"
+
+    def quarantined(self, keys: Sequence[BlockKey]) -> list[str]:
+        """Return the paths of the copies of blocks in quarantine.
+
+        Raises:
+            OSError: The quarantine cannot be listed.
+        """
+        digits = {key.hex() for key in keys}
+        names = [name for name, _ in list_directory(self.quarantine)]
+        return [
+            f"{self.quarantine}/{name}"
+            for name in names
+            if (found := _QUARANTINED.fullmatch(name)) and found["key"] in digits
+        ]
 
     def make(self) -> None:
         """Make the namespace's directories below an existing root.

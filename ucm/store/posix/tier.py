@@ -52,7 +52,7 @@ from ucm.store.tier import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import TypeVar
 
     from ucm.clock import Clock
@@ -547,16 +547,16 @@ class PosixTier(Tier):
         return touch(path, change)
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
-        """Delete the blocks' files from every directory."""
+        """Delete the blocks' files from every directory, and damaged copies from quarantine, which count as well."""
         dropped, refused = 0, list[OSError]()
-        for path in (directory.layout.block(key) for directory in self._directories for key in keys):
-            try:
-                unlink(path)
-                dropped += 1
-            except FileNotFoundError:
-                continue
+        for layout in (directory.layout for directory in self._directories):
+            dropped += _delete([layout.block(key) for key in keys], refused)
+            try:  # an engine that meets damage meanwhile has moved the block there by now
+                damaged = layout.quarantined(keys)
             except OSError as error:
                 refused.append(error)
+            else:
+                dropped += _delete(damaged, refused)
         if refused:
             raise StoreError(f"{dropped:,} blocks deleted, and {len(refused):,} not: {refused[0]}")
         return dropped
@@ -758,3 +758,17 @@ def _slots(roots: tuple[str, ...]) -> tuple[int, ...]:
         )
         for slot in range(_SLOTS)
     )
+
+
+def _delete(paths: Iterable[str], refused: list[OSError]) -> int:
+    """Delete files; return how many there were, and add what was refused."""
+    deleted = 0
+    for path in paths:
+        try:
+            unlink(path)
+            deleted += 1
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            refused.append(error)
+    return deleted

@@ -13,9 +13,12 @@ import pytest
 
 from tests.ucm.commands.store.test_lookup import below_the_disk, config, prompt  # noqa: F401 - fixtures
 from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, described, keys  # noqa: F401 - a fixture
+from ucm.store.base import BlockCorruptError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.posix import layout as posix_layout
 from ucm.store.posix import tier
+from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import touch, unlink
@@ -185,6 +188,30 @@ def test_what_can_be_dropped_is_dropped(
     assert "Cache: 1 block deleted" in answer.out
     assert f"Posix: 3 blocks deleted, and 1 not: [Errno 1] Operation not permitted: '{files(config)[0]}'" in answer.out
     assert [path.exists() for path in files(config)] == [True] + [False] * 4
+
+
+def test_damaged_copies_are_dropped_and_those_of_others_kept(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = Layout(str(config.parent / "kv"), f"{NAMESPACE}/g0")
+    with open_store(StoreConfig(directories=(layout.root,)), layout.namespace, GEOMETRY) as store:
+        save(store, [key(7)], GEOMETRY)
+    for one in (keys(5)[0], key(7)):
+        assert quarantine(layout, one, BlockCorruptError("damaged"), keep=16)
+    answer = run("drop", "--json")
+    assert (answer.code, answer.data["dropped"]["Posix"]) == (0, 4)
+    (left,) = Path(layout.quarantine).iterdir()
+    assert key(7).hex() in left.name
+
+    def refuse(path: str) -> list[Any]:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(posix_layout, "list_directory", refuse)
+    answer = run("drop")
+    assert answer.code == 1
+    assert f"Permission denied: '{layout.quarantine}'" in answer.out
 
 
 def test_dropping_one_prompt_leaves_others_whole(
