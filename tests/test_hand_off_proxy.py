@@ -19,7 +19,7 @@ import httpx
 from transforms.place import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 PROXY = runpy.run_path(str(ROOT / "examples" / "hand_off" / "proxy.py"))
 PREFILLS, DECODES = ("http://p1", "http://p2"), ("http://d1",)
@@ -28,6 +28,7 @@ BODY = {"messages": [], "max_tokens": 9, "min_tokens": 5, "stream": True, "strea
 HANDED = {"ucm_saved_tokens": 128}
 KEY = {"authorization": "Bearer secret"}
 DECODED = "data: token\n\n"
+SILENCE = 7.0
 
 
 class Engines:
@@ -58,12 +59,16 @@ class Engines:
 
 
 def ask(
-    engines: Engines, times: int = 1, seconds: float = 60.0, content: str | bytes = json.dumps(BODY)
+    engines: Engines,
+    times: int = 1,
+    seconds: float = 60.0,
+    content: str | bytes = json.dumps(BODY),
+    decodes: Sequence[str] = DECODES,
 ) -> list[httpx.Response]:
     """Return the proxy's answers to requests, one after the other."""
 
     async def asked() -> list[httpx.Response]:
-        proxy = PROXY["Proxy"](PREFILLS, DECODES, seconds)
+        proxy = PROXY["Proxy"](PREFILLS, decodes, seconds, SILENCE)
         proxy.client = httpx.AsyncClient(transport=httpx.MockTransport(engines.answer))
         transport = httpx.ASGITransport(PROXY["create_app"](proxy))
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
@@ -108,16 +113,27 @@ def test_the_decode_engine_computes_what_no_other_did(prefill: Callable[[httpx.R
     assert engines.asked[-1] == ("d1", BODY)
 
 
-def test_a_decode_engine_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = Engines(gone)
+@pytest.mark.parametrize("error", [httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadTimeout])
+def test_each_other_decode_engine_is_asked_once(error: type[httpx.TransportError]) -> None:
+    class Dead(Engines):
+        async def _answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.host in dead:
+                assert request.extensions["timeout"]["read"] == SILENCE
+                raise error("gone", request=request)
+            return await super()._answer(request)
 
-    async def refuse(request: httpx.Request) -> httpx.Response:
-        return gone(request)
-
-    monkeypatch.setattr(engines, "answer", refuse)
-    (answer,) = ask(engines)
+    dead, decodes = {"d1", "d3"}, ("http://d1", "http://d2", "http://d3")
+    engines = Dead(gone)
+    assert [answer.text for answer in ask(engines, 3, decodes=decodes)] == [DECODED] * 3
+    asked = [host for host, _ in engines.asked]
+    assert asked == ["p1", "d1", "d2", "p2", "d2", "p1", "d3", "d1", "d2"], "they take turns"
+    dead.add("d2")
+    engines.asked.clear()
+    (answer,) = ask(engines, decodes=decodes)
     assert answer.status_code == httpx.codes.BAD_GATEWAY
-    assert "http://d1 does not answer" in answer.json()["error"]["message"]
+    assert [host for host, _ in engines.asked] == ["p1", "d1", "d2", "d3"]
+    message = answer.json()["error"]["message"]
+    assert all(f"{one} does not answer" in message for one in decodes)
 
 
 def test_a_client_asks_both_engines_to_retain_blocks_and_neither_where_to_find_kv() -> None:
@@ -169,7 +185,7 @@ def test_engines_are_spared_what_nobody_waits_for(until: str) -> None:
             return httpx.Response(200, json={"kv_transfer_params": HANDED})
 
     async def leave() -> int:
-        proxy = PROXY["Proxy"](PREFILLS, DECODES, 60.0)
+        proxy = PROXY["Proxy"](PREFILLS, DECODES, 60.0, SILENCE)
         proxy.client = httpx.AsyncClient(transport=httpx.MockTransport(engines.answer))
         body = [{"type": "http.request", "body": json.dumps({**BODY, "stream": False}).encode(), "more_body": False}]
 

@@ -4,7 +4,8 @@
 
 A prefill engine gets each request first, and generates one token. Its answer says where the prompt's KV is
 (``kv_transfer_params``); with that, a decode engine gets the request, and the client the decode engine's answer. The
-engines of each kind take turns. If a prefill engine fails, the decode engine computes the prompt.
+engines of each kind take turns. If a prefill engine fails, the decode engine computes the prompt; if a decode engine
+does not begin to answer, the next one is asked.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class Proxy:
         prefills: The addresses of the prefill engines.
         decodes: The addresses of the decode engines.
         seconds: How long a prefill may take; then the decode engine computes the prompt.
+        silence: For how many seconds a decode engine may send nothing; without a stream, that is its whole time.
     """
 
-    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], seconds: float) -> None:
-        self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
-        self._seconds = seconds
+    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], seconds: float, silence: float) -> None:
+        self._prefills, self._decodes = itertools.cycle(prefills), decodes
+        self._first = itertools.cycle(range(len(decodes)))
+        self._seconds, self._patience = seconds, httpx.Timeout(silence, connect=5.0)
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
         )
@@ -95,13 +98,20 @@ class Proxy:
         path, headers = request.url.path, _headers(request)
         params = {**wishes, **await self._prefill(path, headers, to_prefill(rest, wishes))}
         sent = {**rest, "kv_transfer_params": params} if params else rest
-        decode = next(self._decodes)
-        try:
-            call = self.client.build_request("POST", decode + path, content=json.dumps(sent), headers=headers)
-            answer = await self.client.send(call, stream=True)
-        except httpx.HTTPError as error:
-            return refusal(f"{decode} does not answer: {error!r}", 502)
-        return StreamingResponse(_pieces(answer), answer.status_code, media_type=answer.headers.get("content-type"))
+        content, failures = json.dumps(sent), list[str]()
+        first = next(self._first)
+        for decode in (*self._decodes[first:], *self._decodes[:first]):
+            try:
+                call = self.client.build_request(
+                    "POST", decode + path, content=content, headers=headers, timeout=self._patience
+                )
+                answer = await self.client.send(call, stream=True)
+            except httpx.HTTPError as error:
+                failures.append(f"{decode} does not answer: {error!r}")
+                continue
+            kind = answer.headers.get("content-type")
+            return StreamingResponse(_pieces(answer), answer.status_code, media_type=kind)
+        return refusal("; ".join(failures), 502)
 
     async def _prefill(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
         """Let a prefill engine compute a prompt; return what it hands over, nothing if it fails or is late."""
@@ -176,8 +186,9 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--prefill-seconds", type=float, default=120.0, help="then the decode engine computes")
+    parser.add_argument("--decode-seconds", type=float, default=600.0, help="so long may a decode engine be silent")
     options = parser.parse_args()
-    app = create_app(Proxy(options.prefill, options.decode, options.prefill_seconds))
+    app = create_app(Proxy(options.prefill, options.decode, options.prefill_seconds, options.decode_seconds))
     uvicorn.run(app, host=options.host, port=options.port)
 
 
