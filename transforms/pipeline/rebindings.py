@@ -23,7 +23,7 @@ from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.sources.tree import unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transforms.pipeline.census import Hooks
     from transforms.pipeline.product import Product
@@ -188,7 +188,7 @@ def rebindings(tree: SourceTree, package: str, within: str) -> list[Rebinding]:
 
 
 class _Files:
-    """The parsed files of a release, and what each of their names stands for.
+    """The files of a release, and what their names stand for; each is parsed and walked once, if it is asked for.
 
     Args:
         tree: The release.
@@ -196,30 +196,37 @@ class _Files:
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
-        self._parsed: dict[str, ast.Module] = {}
+        self._nodes: dict[str, list[ast.AST]] = {}
+        self._definitions: dict[str, dict[str, Definition]] = {}
 
-    def parsed(self, path: str) -> ast.Module:
-        """Return a file's syntax tree."""
-        if path not in self._parsed:
+    def nodes(self, path: str) -> list[ast.AST]:
+        """Return all nodes of a file's syntax tree, the outer ones first."""
+        if path not in self._nodes:
             try:
-                self._parsed[path] = ast.parse(self._tree.read(path))
+                self._nodes[path] = list(ast.walk(ast.parse(self._tree.read(path))))
             except UNREADABLE as error:
                 raise unreadable(path, error) from error
-        return self._parsed[path]
+        return self._nodes[path]
 
-    def definitions(self, path: str) -> dict[str, tuple[str, Definition]]:
-        """Return the functions and classes that names of a file stand for, each with the file that defines it."""
-        imported = {}
-        for node in ast.walk(self.parsed(path)):
+    def definition(self, path: str, name: str) -> tuple[str, Definition | None]:
+        """Return the function or class that a name of a file stands for, and the file that defines it."""
+        own = self._own(path).get(name)
+        if own is not None:
+            return path, own
+        for node in reversed(self.nodes(path)):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                of = next((alias.name for alias in reversed(node.names) if (alias.asname or alias.name) == name), "")
                 beside = f"{node.module.replace('.', '/')}.py"
-                if node.module.partition(".")[0] == path.partition("/")[0] and self._tree.exists(beside):
-                    there = {n.name: n for n in ast.walk(self.parsed(beside)) if isinstance(n, Definition)}
-                    for alias in node.names:
-                        if alias.name in there:
-                            imported[alias.asname or alias.name] = (beside, there[alias.name])
-        own = {n.name: (path, n) for n in ast.walk(self.parsed(path)) if isinstance(n, Definition)}
-        return imported | own
+                if of and beside.partition("/")[0] == path.partition("/")[0] and self._tree.exists(beside):
+                    found = self._own(beside).get(of)
+                    if found is not None:
+                        return beside, found
+        return "", None
+
+    def _own(self, path: str) -> dict[str, Definition]:
+        if path not in self._definitions:
+            self._definitions[path] = {node.name: node for node in self.nodes(path) if isinstance(node, Definition)}
+        return self._definitions[path]
 
 
 def fates(release: str, product: Product, own: Hooks | None = None, tree: SourceTree | None = None) -> list[Fate]:
@@ -332,12 +339,12 @@ def _what(rule: str) -> str:
 
 
 def _of_file(files: _Files, path: str, package: str) -> Iterator[Rebinding]:
-    tree, defined = files.parsed(path), files.definitions(path)
-    names = _imported(tree, package)
-    kept = _originals(tree, names)
-    texts = _texts(tree)
-    modules = _module_names(tree)
-    for node in ast.walk(tree):
+    nodes = files.nodes(path)
+    names = _imported(nodes, package)
+    kept = _originals(nodes, names)
+    texts = _texts(nodes)
+    modules = _module_names(nodes)
+    for node in nodes:
         for module, value in _replaced_modules(node, texts, package):
             source = f"{modules.get(_name(value), '').replace('.', '/')}.py"
             yield Rebinding(module, "", Kind.COPY, _name(value), path, source)
@@ -347,7 +354,7 @@ def _of_file(files: _Files, path: str, package: str) -> Iterator[Rebinding]:
                 continue
             module, name = _split(dotted)
             if name:
-                where, replacement = _replacement(value, defined)
+                where, replacement = _replacement(value, files, path)
                 kind = _kind(replacement, kept, dotted)
                 overrides: tuple[tuple[str, str, str], ...] = ()
                 if isinstance(replacement, ast.ClassDef):
@@ -357,10 +364,10 @@ def _of_file(files: _Files, path: str, package: str) -> Iterator[Rebinding]:
                 yield Rebinding(module, name, kind, _name(value), path, where, overrides)
 
 
-def _texts(tree: ast.Module) -> dict[str, list[str]]:
+def _texts(nodes: Sequence[ast.AST]) -> dict[str, list[str]]:
     """Return the texts that a file's names stand for: constants, and the variables of loops over literals."""
     found: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.For):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             given = [node.value] if isinstance(node, ast.Assign) else getattr(node.iter, "elts", [])
@@ -379,10 +386,10 @@ def _texts_of(node: ast.expr, texts: Mapping[str, list[str]]) -> list[str]:
     return texts.get(node.id, [COMPUTED]) if isinstance(node, ast.Name) else [COMPUTED]
 
 
-def _module_names(tree: ast.Module) -> dict[str, str]:
+def _module_names(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Return the dotted name that each imported name of a file would have as a module."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.asname or alias.name.rpartition(".")[2]: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -429,17 +436,17 @@ def _targets(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.
             yield from _targets(one, given)
 
 
-def _imported(tree: ast.Module, package: str) -> dict[str, str]:
+def _imported(nodes: Sequence[ast.AST], package: str) -> dict[str, str]:
     """Return the dotted name that each of a file's names for things in the package refers to."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == package:
                     found[alias.asname or package] = alias.name if alias.asname else package
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == package:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):  # aliases
+    for node in nodes:  # aliases
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             dotted = _resolved(node.value, found) or _loaded(node.value, package)
             if dotted:
@@ -455,10 +462,10 @@ def _loaded(node: ast.expr, package: str) -> str | None:
     return name if isinstance(name, str) and name.partition(".")[0] == package else None
 
 
-def _originals(tree: ast.Module, names: dict[str, str]) -> dict[str, str]:
+def _originals(nodes: Sequence[ast.AST], names: dict[str, str]) -> dict[str, str]:
     """Return the names under which a file keeps the originals, each with the original's dotted name."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):
             dotted = _resolved(node.value, names)
             if dotted:
@@ -483,12 +490,13 @@ def _split(dotted: str) -> tuple[str, str]:
     return ".".join(parts[:first]), ".".join(parts[first:])
 
 
-def _replacement(value: ast.expr, defined: dict[str, tuple[str, Definition]]) -> tuple[str, Definition | None]:
+def _replacement(value: ast.expr, files: _Files, path: str) -> tuple[str, Definition | None]:
     """Return the function or class that is assigned, also one that a call wraps, and the file that defines it."""
-    if _name(value) in defined or not isinstance(value, ast.Call):
-        return defined.get(_name(value), ("", None))
-    wrapped = [defined[_name(argument)] for argument in value.args if _name(argument) in defined]
-    return wrapped[0] if wrapped else defined.get(_name(value.func), ("", None))
+    found = files.definition(path, _name(value))
+    if found[1] is not None or not isinstance(value, ast.Call):
+        return found
+    arguments = (files.definition(path, _name(argument)) for argument in value.args)
+    return next((wrapped for wrapped in arguments if wrapped[1] is not None), found)
 
 
 def _kind(node: Definition | None, kept: dict[str, str], dotted: str) -> Kind:
@@ -526,9 +534,8 @@ def _derived(
     bases = [_name(base) for base in node.bases]
     derives = any(kept.get(base, base).rpartition(".")[2] == original for base in bases)
     found: dict[str, tuple[str, str, str]] = {}
-    defined = files.definitions(path)
     for base in bases:
-        where, of = defined.get(base, ("", None))
+        where, of = files.definition(path, base)
         if isinstance(of, ast.ClassDef) and of is not node:
             further, inherited = _derived(files, where, of, original, kept)
             derives = derives or further
