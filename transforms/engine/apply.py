@@ -53,7 +53,8 @@ def apply_rules(module: cst.Module, rules: Sequence[Rule], path: str, release: s
     upstream, outcomes = module, []
     for rule in rules:
         module, outcome = apply_rule(module, rule, path, release)
-        if outcome.candidates:  # give line numbers in the upstream file, not in the half-rewritten one
+        # Line numbers are those of the upstream file, not of the half-rewritten one.
+        if outcome.candidates and module is not upstream:
             told = apply_rule(upstream, rule, path, release)[1]
             outcome = told if told.status is outcome.status else outcome
         outcomes.append(outcome)

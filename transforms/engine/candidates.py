@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import TYPE_CHECKING, cast
 
 import libcst as cst
@@ -22,7 +23,7 @@ SHOWN = 3
 
 def places(module: cst.Module, paths: Sequence[Path]) -> tuple[Candidate, ...]:
     """Return the nodes at some paths with their line numbers."""
-    lines = _line_numbers(module)
+    lines = _line_numbers(module) if paths else {}
     return tuple(_candidate(lines, get(module, path)) for path in paths[: SHOWN + 2])
 
 
@@ -58,6 +59,9 @@ def _candidate(lines: dict[int, int], node: cst.CSTNode) -> Candidate:
     return Candidate(lines.get(id(node), 0), _first_line(node))
 
 
+# One search takes longer than all rules of a module. Those that fail are told of the published module and of the one
+# that earlier rules have changed; each is held with its numbers, so that no other node gets the identity of one of its.
+@functools.lru_cache(maxsize=2)
 def _line_numbers(module: cst.Module) -> dict[int, int]:
     positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
     return {

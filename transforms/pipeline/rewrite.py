@@ -131,7 +131,10 @@ def rewrite(tree: SourceTree, product: Product = UCM, results: Results | None = 
             together = [t for t in product.transforms if paths[t.id] == path]
             kept = results.get(together, path, sources[path]) if results else None
             module = kept or _rewrite_module(together, path, sources[path], tree.release, product)
-            modules += [module] if module.transforms else []
+            if module.transforms:
+                modules.append(module)
+            elif results:
+                results.keep([module])  # as published: there is nothing to check
             outcomes += module.outcomes
     return Overlay(tree.release, tree.artefact, tuple(modules), tuple(outcomes), product)
 

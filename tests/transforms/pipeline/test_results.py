@@ -10,8 +10,9 @@ import libcst as cst
 import pytest
 
 from tests.transforms.pipeline.memory import SMALL, WORKER, DictTree, product_of
-from transforms import worker
+from transforms import scheduler_output, worker
 from transforms.engine.edits import AtStart
+from transforms.engine.releases import ALL_RELEASES, Absent
 from transforms.pipeline import build, results
 from transforms.pipeline.checks import CheckError
 from transforms.pipeline.product import Product
@@ -63,6 +64,18 @@ def test_the_second_overlay_is_the_first_and_parses_nothing(maker: Maker) -> Non
     first = maker.make()
     assert len(maker.parsed) == len(first.modules) == 2
     assert maker.make() == first
+    assert maker.parsed == []
+
+
+def test_a_module_that_gains_nothing_is_not_parsed_again(maker: Maker) -> None:
+    reason = "releases of this test have another worker, which nothing hooks"
+    module = replace(worker.TRANSFORM.module, absent=(Absent(ALL_RELEASES, reason),))
+    product = product_of(scheduler_output.TRANSFORM, replace(worker.TRANSFORM, module=module))
+    tree = DictTree()
+    tree.files[WORKER] = "class OtherWorker: ...\n"
+    first = maker.make(tree, product)
+    assert [len(maker.parsed), len(first.modules)] == [2, 1]
+    assert maker.make(tree, product) == first
     assert maker.parsed == []
 
 
