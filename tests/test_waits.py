@@ -119,7 +119,7 @@ class Uses(ast.NodeVisitor):
 
     def _dotted(self, node: ast.AST) -> str:
         if isinstance(node, ast.Attribute):
-            module = self._known.get(ast.unparse(node.value), "")
+            module = self._known.get(_written(node.value), "")
             return f"{module}.{node.attr}" if module in _MODULES else ""
         return self._known.get(node.id, "") if isinstance(node, ast.Name) else ""
 
@@ -127,6 +127,14 @@ class Uses(ast.NodeVisitor):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return node.value.rpartition(".")[2] == "time" or node.value.startswith("time.")
         return self._dotted(node) == "time"
+
+
+def _written(node: ast.AST) -> str:
+    """Return a dotted name as it is written; empty for any other expression."""
+    if isinstance(node, ast.Attribute):
+        holder = _written(node.value)
+        return f"{holder}.{node.attr}" if holder else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_duration(node: ast.AST) -> bool:

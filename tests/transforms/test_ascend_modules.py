@@ -146,13 +146,14 @@ def overlay(release: str) -> Overlay:
 def functions(module: RewrittenModule) -> list[tuple[str, str]]:
     """Return the functions that call hooks: the class, if any, and the name."""
     tree = ast.parse(module.rewritten)
+    hooked = {number for number, line in enumerate(module.rewritten.splitlines(), 1) if b"_ucm_hooks." in line}
     owners: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
     owners += [(node.name, node) for node in tree.body if isinstance(node, ast.ClassDef)]
     return [
         (owner, node.name)
         for owner, of in owners
         for node in of.body
-        if isinstance(node, ast.FunctionDef) and "_ucm_hooks." in ast.unparse(node)
+        if isinstance(node, ast.FunctionDef) and hooked.intersection(range(node.lineno, (node.end_lineno or 0) + 1))
     ]
 
 
