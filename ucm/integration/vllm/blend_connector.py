@@ -23,6 +23,8 @@ from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from ucm.clock import Clock
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import StepPlan
@@ -107,6 +109,10 @@ class BlendConnector(UCMDirectConnector):
             self._scheduler.scheduler.exclude(request)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _tiers(self, request: Request, num_tokens: int) -> Counter[str]:
+        blended = self._planning.scheduler.tiers(request, num_tokens)
+        return super()._tiers(request, num_tokens) if blended is None else blended
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlendMetadata:
         """The step's plan for the workers."""

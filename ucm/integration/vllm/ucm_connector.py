@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -48,6 +49,11 @@ except ImportError:  # until 0.29.x, which never calls `get_transfer_results`
     KVConnectorTransferResults = None
 
 try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # until 0.31.x, which never calls `get_external_cache_hit_sources`
+    CacheHitSource = None
+
+try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 except ImportError:  # until 0.11.0: a connector means one KV-cache group
 
@@ -57,6 +63,8 @@ except ImportError:  # until 0.11.0: a connector means one KV-cache group
 
 logger = get_logger(__name__)
 
+#: For our tiers, vLLM's word for where a hit comes from; the other is for servers, and for what no tier is known of.
+SOURCES, OTHER_SOURCE = {"dram": "host", "posix": "disk"}, "external_unspecified"
 #: From 0.11.0 on vLLM collects the counts; before, each side publishes them itself, once per step.
 VLLM_TAKES_STATS = connector_abilities(KVConnectorBase_V1).takes_stats
 
@@ -194,6 +202,19 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         """Remember the request's blocks, and what to load into them."""
         self._scheduler.scheduler.allocated(request, blocks, num_external_tokens)
         logger.debug("[UCM.Load] request %s: %d tokens to load", request.request_id, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """Where the tokens of a hit come from, in vLLM's words; releases from 0.32.0 on ask, once per admission."""
+        if CacheHitSource is None:
+            raise RuntimeError("this release of vLLM does not count hits by their source")
+        found = Counter[str]()
+        for tier, tokens in self._tiers(request, num_external_tokens).items():
+            found[SOURCES.get(tier, OTHER_SOURCE)] += tokens
+        found[OTHER_SOURCE] += num_external_tokens - found.total()  # vLLM wants each token in one place
+        return {CacheHitSource(source): tokens for source, tokens in found.items() if tokens}
+
+    def _tiers(self, request: Request, num_tokens: int) -> Counter[str]:
+        return self._scheduler.scheduler.tiers(request, num_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """The step's plan for the workers."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.blend import Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
+from ucm.blend import PIECE, Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
 from ucm.compat import (
     adapter_of,
     admitted_requests,
@@ -315,6 +316,28 @@ class BlendScheduler:
         self._to_blend[request.request_id] = state
         self._count(state, "blended")
         return True
+
+    def tiers(self, request: Any, num_tokens: int) -> Counter[str] | None:
+        """Return from which tiers the first tokens of a request's blended stretch come, see `PrefixCacheScheduler`.
+
+        Args:
+            request: vLLM's request, after `allocated` and before the step is planned.
+            num_tokens: How many of these tokens; those that are in no chunk come from no tier.
+
+        Returns:
+            The number of tokens by tier; None if no stretch is to be filled.
+        """
+        state = self._to_blend.get(request.request_id)
+        if state is None:
+            return None
+        found = Counter[str]()
+        rows = [] if state.lookup is None else state.lookup.rows
+        for chunk, of_chunk in zip(state.chunks, rows, strict=False):
+            for piece, row in enumerate(of_chunk or ()):
+                begin = chunk.start + piece * PIECE
+                end = min(begin + PIECE, chunk.end, state.computed + num_tokens)
+                found[row.tier] += max(0, end - max(begin, state.computed))
+        return found
 
     def plan(self, scheduler_output: Any) -> BlendPlan:
         """Return the workers' part of a step; `written` returns the blocks that it fills.

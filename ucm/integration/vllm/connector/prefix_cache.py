@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -373,6 +374,26 @@ class PrefixCacheScheduler:
             self._loading[request.request_id] = self._whole(state)
         else:
             self._let_go(state)
+
+    def tiers(self, request: Request, num_tokens: int) -> Counter[str]:
+        """Return from which tiers the first tokens come that a request loads, as far as this is known before the load.
+
+        Args:
+            request: vLLM's request, after `allocated` and before the step is planned.
+            num_tokens: How many of these tokens.
+
+        Returns:
+            The number of tokens by tier, told by the blocks of the group that tells how long a prefix is.
+        """
+        found = Counter[str]()
+        load, state = self._to_load.get(request.request_id), self._requests.get(request.request_id)
+        if load is not None and state is not None and state.lookup is not None:
+            group = self._stored[self._groups.leading]
+            for chunk, row in state.lookup.rows.get(group.index, {}).items():
+                begin = chunk * group.chunk_tokens
+                end = min(begin + group.chunk_tokens, load.start + num_tokens)
+                found[row.tier] += max(0, end - max(begin, load.start))
+        return found
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step.

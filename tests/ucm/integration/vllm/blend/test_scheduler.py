@@ -79,6 +79,18 @@ def test_a_stretch_begins_where_the_exact_prefix_ends(scene: Scene, computed: in
         assert scene.scheduler.written(BlendPlan([blend])) == set(ids[computed // BLOCK : 10])
 
 
+@pytest.mark.parametrize(("computed", "tokens", "found"), [(0, 160, 120), (0, 100, 60), (48, 112, 112), (48, 30, 30)])
+def test_the_tiers_that_a_stretch_comes_from(scene: Scene, computed: int, tokens: int, found: int) -> None:
+    """A gap comes from none."""
+    scene.put(A)
+    scene.put(C)
+    one = request()
+    assert scene.matched(one, computed) == 160 - computed
+    assert scene.scheduler.tiers(one, tokens) is None
+    assert scene.admit(one, computed, 160 - computed, list(range(12)))
+    assert scene.scheduler.tiers(one, tokens) == {"posix": found}
+
+
 def test_stores_that_cannot_be_opened_keep_no_request_waiting(scene: Scene) -> None:
     """The error used to end EngineCore at the first request with chunks."""
 

@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests")
 pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests")
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import PrefixCacheStats
+
 from tests.ucm.integration.vllm.blend.vllm_engine import BlendEngine
 from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
@@ -60,6 +63,7 @@ def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
             stored |= {number} if engine.happened["blends"] > before else set()
         clock.sleep(IDLE)
         assert clock.monotonic() < until
+    engine.scheduler.connector_prefix_cache_stats = hits = PrefixCacheStats()  # as if statistics were logged
     left = REQUESTS
     while left:
         while left and chance.random() < 0.4:
@@ -72,6 +76,8 @@ def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
     assert happened["blends"] > 20
     assert happened["two in a step"]
     assert happened["aborts"]
+    assert hits.hits_by_source[CacheHitSource.DISK] > hits.hits // 2
+    assert sum(hits.hits_by_source.values()) == hits.hits
     assert bool(happened["ahead"]) == asynchronous
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == setting.blocks - 1
     planning = engine.connector._planning.scheduler

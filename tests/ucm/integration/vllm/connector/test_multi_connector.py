@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
@@ -150,6 +151,21 @@ def test_only_the_other_connector_says_where_a_request_s_blocks_are(engine: Engi
 
 def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(engine: Engine) -> None:
     assert engine.scheduler.recompute_kv_load_failures
+
+
+def test_vllm_asks_ours_where_a_hit_of_ours_comes_from(engine: Engine) -> None:
+    request = engine._new.make(OURS, 1)
+    multi = engine.scheduler.connector
+    side = multi._connectors[1]._scheduler.scheduler
+    multi._requests_to_connector[request.request_id] = 1
+    found = Counter({"dram": SIZE, "posix": 2 * SIZE, "redis": SIZE, "s3": SIZE})
+    with patch.object(side, "tiers", autospec=True, return_value=found):
+        told = multi.get_external_cache_hit_sources(request, 22)
+    assert {source.value: tokens for source, tokens in told.items()} == {
+        "host": SIZE,
+        "disk": 2 * SIZE,
+        "external_unspecified": 2 * SIZE + 2,
+    }
 
 
 @pytest.mark.parametrize("name", ["UCMConnector", "UCMDirectConnector", "UCMLayerWiseConnector", "UCMMockConnector"])

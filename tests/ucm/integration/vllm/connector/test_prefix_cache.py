@@ -340,6 +340,38 @@ def test_several_groups_load_what_each_still_reads(clock: SimulatedClock) -> Non
     assert plan.loads[1].block_ids == scene.rows[1][2:4]
 
 
+@pytest.mark.parametrize(
+    ("windows", "stored", "computed", "tokens", "found"),
+    [
+        ((None,), 0, 0, 16, {"posix": 16}),
+        ((None,), 0, 4, 12, {"posix": 12}),
+        ((None,), 0, 4, 6, {"posix": 6}),
+        ((None,), 8, 4, 12, {"posix": 12}),  # a chunk that begins with computed tokens
+        ((STATE, None), 0, 0, 16, {"posix": 16}),  # as the group with all blocks says
+        ((6,), 0, 0, 16, {"posix": 8}),  # nobody loads what the window does not reach
+    ],
+)
+def test_the_tiers_that_a_hit_comes_from(
+    clock: SimulatedClock, windows: tuple[int | None, ...], stored: int, computed: int, tokens: int, found: Any
+) -> None:
+    scene = Scene(clock, *windows, stored_tokens=stored)
+    for group in scene.groups.groups:
+        scene.stores[group.index][0].keys.update(scene.keys.chain(TOKENS, group.chunk_tokens))
+    new = request(TOKENS)
+    assert scene.side.tiers(new, 16) == {}, "nothing was asked for"
+    assert scene.matched(new, computed) == 16 - computed
+    assert scene.side.tiers(new, 16) == {}, "vLLM has no room for it yet"
+    scene.give(new, computed, 16 - computed, range(1, 1 + computed // SIZE))
+    assert scene.side.tiers(new, tokens) == found
+
+
+def test_where_workers_read_the_store_nobody_knows_the_tiers_before(clock: SimulatedClock) -> None:
+    scene, new = Scene(clock, rows=0), request(TOKENS)
+    scene.keep(TOKENS)
+    assert scene.admit(new) == 16
+    assert scene.side.tiers(new, 16) == {}
+
+
 def test_requests_that_load_are_left_room_for_the_rest_of_their_blocks(clock: SimulatedClock) -> None:
     scene = Scene(clock, room=12)
 

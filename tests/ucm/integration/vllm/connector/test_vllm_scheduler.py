@@ -185,6 +185,38 @@ if hands_over_states():
         third.close()
 
 
+if hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    @pytest.mark.parametrize(
+        ("loads", "groups", "sources"),
+        [
+            ("staged", ((4, None, 3),), {"disk": 28}),
+            ("staged", _HYBRID, {"disk": 28}),
+            ("staged", ((4, 9, 3),), {"disk": 8, "external_unspecified": 20}),  # what a window reaches
+            ("direct", ((4, None, 3),), {"external_unspecified": 28}),  # the workers find out
+        ],
+    )
+    def test_vllm_counts_hits_by_where_they_come_from(
+        clock: SimulatedClock,
+        tmp_path: Path,
+        loads: Literal["direct", "staged"],
+        groups: tuple[tuple[int, int | None, int], ...],
+        sources: dict[str, int],
+    ) -> None:
+        chance = random.Random(3)  # noqa: S311 - no secret
+        setting = Setting(groups=groups, blocks=72, loads=loads)
+        truth = setting.truth()
+        for start in range(2):
+            engine = VllmEngine(setting, tmp_path, chance, truth, clock)
+            engine.scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()  # as if statistics were logged
+            engine.submit(list(range(1, 31)), 1)
+            engine.drain()
+            assert {source.value: count for source, count in stats.hits_by_source.items()} == (sources if start else {})
+            assert stats.hits == (28 if start else 0)
+            engine.close()
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines(name: str, tmp_path: Path) -> None:
     setting = ENGINES[name]
