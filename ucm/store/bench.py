@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -32,13 +32,14 @@ from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from ucm.store.base import KVStore, Task, TaskResult
+    from ucm.store.base import KVStore, TaskResult
     from ucm.store.config import StoreConfig
     from ucm.store.tier import Tier
 
 MIB = 1 << 20
+Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 #: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
 _FLUSH_SECONDS = 60.0
 #: By figure, for a store of files and for one in memory: the figure it is compared with and the lowest ratio to reach.
@@ -82,6 +83,12 @@ class Workload:
         """The size of all blocks in bytes."""
         return self.blocks * self.geometry.nbytes
 
+    def transfers(self, memory: Bytes) -> list[BlockTransfer]:
+        """Return the blocks, back to back in memory of as many bytes."""
+        size, count, view = self.slice_nbytes, self.slices, memory.data
+        slices = [view[at : at + size] for at in range(0, self.nbytes, size)]
+        return [BlockTransfer(key, slices[i * count : (i + 1) * count]) for i, key in enumerate(self.keys)]
+
 
 @dataclass
 class Figures:
@@ -90,12 +97,13 @@ class Figures:
     workload: Workload
     seconds: dict[str, list[float]] = field(default_factory=dict)
     processor: dict[str, list[float]] = field(default_factory=dict)
+    timer: Callable[[], float] = time.perf_counter
 
     def add(self, operation: str, run: Callable[[], None]) -> None:
         """Measure an operation once."""
-        began, used = time.perf_counter(), time.process_time()
+        began, used = self.timer(), time.process_time()
         run()
-        self.seconds.setdefault(operation, []).append(time.perf_counter() - began)
+        self.seconds.setdefault(operation, []).append(self.timer() - began)
         self.processor.setdefault(operation, []).append(time.process_time() - used)
 
     def merge(self, other: Figures, side: str = "") -> None:
@@ -215,7 +223,7 @@ class _Run:
         self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
         self._target.fill(0)
         self._keys = workload.keys
-        self._saves, self._loads = self._transfers(self._source), self._transfers(self._target)
+        self._saves, self._loads = workload.transfers(self._source), workload.transfers(self._target)
         self._copy: Callable[[], None] = lambda: None
         self._from, self._into = self._blocks(self._source), self._blocks(self._target)
 
@@ -235,7 +243,7 @@ class _Run:
             slab.filled(row, "")
             places.append(slab.offset(row))
         names = [""] * len(places)
-        self._copy = lambda: self._finished(reader.wait(reader.load(self._loads, places, names)))
+        self._copy = lambda: _raise_failure(reader.wait(reader.load(self._loads, places, names)))
 
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
@@ -273,13 +281,7 @@ class _Run:
                 self._drop()
                 yield f"{operation[:4]} cold{operation[4:]}", action
 
-    def _transfers(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[BlockTransfer]:
-        size, count = self._workload.slice_nbytes, self._workload.slices
-        view = memory.data
-        slices = [view[at : at + size] for at in range(0, self._workload.nbytes, size)]
-        return [BlockTransfer(key, slices[i * count : (i + 1) * count]) for i, key in enumerate(self._keys)]
-
-    def _blocks(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[memoryview]:
+    def _blocks(self, memory: Bytes) -> list[memoryview]:
         size = self._workload.geometry.nbytes
         return [memory.data[at : at + size] for at in range(0, self._workload.nbytes, size)]
 
@@ -300,24 +302,13 @@ class _Run:
         os.close(descriptor)
 
     def _save(self) -> None:
-        saved = self._store.save(self._saves)
-        committed = self._store.commit(self._keys)
-        self._finish(saved)
-        self._finish(committed)
+        save_all(self._store, self._saves)
 
     def _load(self) -> None:
-        self._finish(self._store.load(self._loads))
-
-    def _finish(self, task: Task) -> None:
-        self._finished(self._store.wait(task))
-
-    def _finished(self, result: TaskResult) -> None:
-        for error in result.failed.values():
-            raise error
+        load_all(self._store, self._loads)
 
     def _verify(self) -> None:
-        if not np.array_equal(self._source, self._target):
-            raise UcmError("the store gave back other bytes than it was given")
+        verify(self._source, self._target)
 
     def _files(self, *, stored: bool) -> list[Path]:
         blocks = [Path(layout.block(key)) for layout in self._layouts for key in self._keys] if stored else []
@@ -347,12 +338,44 @@ class _Run:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _drop(self) -> None:
-        """Drop all files from the page cache."""
-        for path in self._files(stored=True):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        drop_from_cache(self._files(stored=True))
+
+
+def save_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
+    """Save whole blocks and wait until they are visible; raise the first failure."""
+    saved = store.save(blocks)
+    committed = store.commit([block.key for block in blocks])
+    for task in (saved, committed):
+        _raise_failure(store.wait(task))
+
+
+def load_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
+    """Load blocks; raise the first failure."""
+    _raise_failure(store.wait(store.load(blocks)))
+
+
+def _raise_failure(result: TaskResult) -> None:
+    for error in result.failed.values():
+        raise error
+
+
+def verify(source: Bytes, target: Bytes) -> None:
+    """Check that the store returned what it was given.
+
+    Raises:
+        UcmError: It did not.
+    """
+    if not np.array_equal(source, target):
+        raise UcmError("the store gave back other bytes than it was given")
+
+
+def drop_from_cache(paths: Iterable[Path]) -> None:
+    """Write files to their disk, and drop them from the page cache."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def set_aside(path: Path, into: Path) -> None:

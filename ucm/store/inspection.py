@@ -11,6 +11,7 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
@@ -23,7 +24,7 @@ from ucm.store.base import (
     BlockUnreadableError,
     StoreError,
 )
-from ucm.store.format import namespace_digest
+from ucm.store.format import UNIT, checked, decode, header_nbytes, namespace_digest
 from ucm.store.memory.segment import check_slot, delete_slot, directory_of, segments
 from ucm.store.posix.files import check_file, quarantine, read_header
 from ucm.store.posix.layout import (
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey
+    from ucm.store.base import BlockKey, Buffer
     from ucm.store.config import StoreConfig
 
 
@@ -127,6 +128,21 @@ def check_block(
     if header.tags:
         authentic()
     return None
+
+
+def block_body(block: StoredBlock) -> Buffer | None:
+    """Return the layer slices of a block in a file, decompressed and verified, back to back; None if it is unusable.
+
+    Raises:
+        BlockCompressedError: This process cannot decompress it.
+    """
+    try:
+        stored = memoryview(Path(block.path).read_bytes())
+        header = decode(bytes(stored[: header_nbytes(bytes(stored[:UNIT]))]))
+        pieces = header.pieces(lambda at, nbytes: stored[at : at + nbytes], len(stored))
+        return memoryview(b"".join(checked(pieces, header)))
+    except (OSError, BlockCorruptError, BlockForeignError):
+        return None
 
 
 def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:

@@ -32,5 +32,8 @@ leases. ``drop``: ``dropped`` blocks by tier, and ``failed``, the reasons of tie
 ``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
 
 ``bench``: ``workload``, ``seconds`` (of each round, by operation), ``lookups`` (null, or seconds of each call), and
-``goals``, each with ``what``, ``measured``, ``wanted``, ``met``.
+``goals``, each with ``what``, ``measured``, ``wanted``, ``met``; ``compression``, with ``sample`` (null: nothing was
+compressed) and ``tiers``, each with ``tier``, ``problem`` (why it was not measured, or null and the rest), ``ratio``,
+``compress`` and ``decompress`` (bytes per second of a core), ``seconds`` (of each round, by operation), ``gains`` (how
+many times as fast loading is with compression, best and median) and ``advice``.
 """

@@ -164,6 +164,12 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument(
         "--lookup", type=count, default=0, metavar="N", help="also measure lookups with N blocks stored"
     )
+    parser.add_argument(
+        "--sample",
+        type=Path,
+        metavar="DIR",
+        help="compress blocks of this directory of a store (default: this store's own, or generated numbers)",
+    )
 
 
 def _handle(name: str, options: argparse.Namespace) -> int:
