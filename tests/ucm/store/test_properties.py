@@ -27,7 +27,6 @@ SLICES = len(GEOMETRY.slice_sizes)
 BLOCKS = 4
 #: A block is drawn by its index in `Storing.keys`.
 blocks = st.integers(0, BLOCKS - 1)
-versions = st.integers(0, 2)
 
 
 class Storing(RuleBasedStateMachine):
@@ -39,7 +38,6 @@ class Storing(RuleBasedStateMachine):
         self.visible: dict[BlockKey, bytes] = {}
         #: By instance and key: the layer slices that arrived, or None if the block was there when the first one did.
         self.begun: dict[tuple[int, BlockKey], dict[int, bytes] | None] = {}
-        self.used = 1_000_000_000
 
     @initialize(direct=st.booleans(), several=st.booleans(), order=st.none() | st.integers(0, 99))
     def open(self, direct: bool, several: bool, order: int | None) -> None:
@@ -47,9 +45,7 @@ class Storing(RuleBasedStateMachine):
         roots = [Path(self.directory.name, name) for name in ("a", "b")[: 1 + several]]
         for root in roots:
             root.mkdir()
-        self.config = StoreConfig(
-            directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0, touch_seconds=86_400.0
-        )
+        self.config = StoreConfig(directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0)
         self.stores = [open_store(self.config, "n", GEOMETRY, clock=self.clock) for _ in range(2)]
         # A block's directory depends on the directories' random paths. Two blocks of each keep a replay the same.
         lane = self.posix_tier(0).lane
@@ -57,21 +53,21 @@ class Storing(RuleBasedStateMachine):
         names = map(key, itertools.count())
         self.keys = [next(name for name in names if lane(name) == place) for place in places]
 
-    @rule(which=st.integers(0, 1), number=blocks, version=versions, first=st.integers(0, SLICES - 1), data=st.data())
-    def save(self, which: int, number: int, version: int, first: int, data: st.DataObject) -> None:
+    @rule(which=st.integers(0, 1), number=blocks, first=st.integers(0, SLICES - 1), data=st.data())
+    def save(self, which: int, number: int, first: int, data: st.DataObject) -> None:
         block = self.keys[number]
         count = data.draw(st.integers(1, SLICES - first))
-        memory = Memory(block, GEOMETRY, content(block, GEOMETRY, version))
+        memory = Memory(block, GEOMETRY, content(block, GEOMETRY))
         result = self.stores[which].wait(self.stores[which].save([memory.transfer(first, count)]))
         assert set(result.done) == {block}
         arrived = self.begun.setdefault((which, block), None if block in self.visible else {})
         if arrived is not None:
             arrived.update({index: bytes(memory.slices[index]) for index in range(first, first + count)})
 
-    @rule(which=st.integers(0, 1), number=blocks, version=versions)
-    def save_whole(self, which: int, number: int, version: int) -> None:
+    @rule(which=st.integers(0, 1), number=blocks)
+    def save_whole(self, which: int, number: int) -> None:
         block = self.keys[number]
-        memory = Memory(block, GEOMETRY, content(block, GEOMETRY, version))
+        memory = Memory(block, GEOMETRY, content(block, GEOMETRY))
         self.stores[which].wait(self.stores[which].save([memory.transfer()]))
         if self.begun.setdefault((which, block), None if block in self.visible else {}) is not None:
             self.begun[which, block] = {index: bytes(layer_slice) for index, layer_slice in enumerate(memory.slices)}
@@ -88,7 +84,6 @@ class Storing(RuleBasedStateMachine):
             elif len(arrived) == SLICES:
                 assert block in result.done
                 self.visible[block] = b"".join(arrived[index] for index in range(SLICES))
-                self.use(block)
             else:
                 assert (block in result.done) == (not arrived and block in self.visible)
 
@@ -130,7 +125,9 @@ class Storing(RuleBasedStateMachine):
     @precondition(lambda self: self.visible)
     @rule()
     def evict_the_oldest(self) -> None:
-        """Evict the oldest block in each directory."""
+        """Evict the oldest block in each directory, by times of ours: when a store sets its own is not modelled."""
+        for used, block in enumerate(self.visible, 1_000_000_000):
+            os.utime(self.path(block), (used, used))
         for root in self.config.directories:
             oldest = next((block for block in self.visible if self.path(block).is_relative_to(root)), None)
             if oldest is None:
@@ -138,7 +135,7 @@ class Storing(RuleBasedStateMachine):
             gone: list[str] = []
             evict_unpinned(root, scan(root), 1, gone.append)
             assert gone == [str(self.path(oldest))]
-            del self.visible[oldest]
+            self.lose(oldest)
 
     @precondition(lambda self: self.visible)
     @rule(data=st.data(), which=st.integers(0, 1))
@@ -149,7 +146,7 @@ class Storing(RuleBasedStateMachine):
         whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1
         path.write_bytes(whole)
         assert fetch(self.stores[which], [block], GEOMETRY)[0] == {}
-        del self.visible[block]
+        self.lose(block)
 
     @rule(which=st.integers(0, 1))
     def restart(self, which: int) -> None:
@@ -178,11 +175,12 @@ class Storing(RuleBasedStateMachine):
         assert isinstance(tier, PosixTier)
         return tier
 
-    def use(self, block: BlockKey) -> None:
-        """Make this the most recently used block, on disk and in the model (the dictionary's order)."""
-        self.visible[block] = self.visible.pop(block)
-        self.used += 1
-        os.utime(self.path(block), (self.used, self.used))
+    def lose(self, block: BlockKey) -> None:
+        """Note that a block is gone; who had begun to save it beside the one that is gone does so no more."""
+        del self.visible[block]
+        for which in [which for (which, begun), arrived in self.begun.items() if begun == block and arrived is None]:
+            self.stores[which].discard([block])
+            del self.begun[which, block]
 
     def path(self, block: BlockKey) -> Path:
         return Path(Layout(self.config.directories[self.posix_tier(0).lane(block)], "n").block(block))

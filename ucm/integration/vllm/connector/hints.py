@@ -60,7 +60,8 @@ def _directives(actions: Any) -> Iterator[Mapping[str, Any]]:
 
 def _seconds(name: str, value: object) -> float:
     # The value is not in the message: Python refuses to write long integers, wherever they are within it.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and 0 <= value < math.inf:
-        return float(min(value, 1 << 40))
-    raise HintError(f"{name} is {'out of range' if is_number else type(value).__name__}, not a number of seconds")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise HintError(f"{name} is {type(value).__name__}, not a number of seconds")
+    if not 0 <= value < math.inf:
+        raise HintError(f"{name} is out of range, not a number of seconds")
+    return float(min(value, 1 << 40))
