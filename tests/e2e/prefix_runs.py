@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import time
@@ -15,7 +16,7 @@ from tests.e2e.processes import IN_PROCESS
 from ucm.store.inspection import stored_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from tests.e2e.environment import Environment
@@ -151,6 +152,15 @@ def block_files(store: Path) -> dict[str, Path]:
         if _BLOCK_FILE.fullmatch(path.name):
             found[path.parent.name + path.name] = path
     return found
+
+
+def nbytes_of(files: Iterable[Path]) -> int:
+    """Return the size of files; one that an evictor deletes meanwhile counts as none."""
+    total = 0
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def blocks_in_memory(store: Path) -> list[StoredBlock]:
