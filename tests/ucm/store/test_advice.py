@@ -180,8 +180,9 @@ def test_the_store_s_own_blocks_are_the_sample(config: StoreConfig, compression:
     short = stored_sample([root], 1)
     assert short is not None
     assert len(short.body) == size
-    for number in (0, 1):
-        Path(Layout(root, "many").block(keys[number])).write_bytes(b"damaged")
+    for number, namespace in enumerate(("few", "many")):
+        for one in keys[: 1 + number]:
+            Path(Layout(root, namespace).block(one)).write_bytes(b"damaged")
     left = replace(sample, what=sample.what.replace("3", "1"), body=memoryview(bodies[2]))
     assert stored_sample([root], 1 << 30) == left
 
