@@ -197,9 +197,11 @@ def judge(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(ci: str, *options: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
         (tmp_path / "test_whole.py").write_text(SKIPPED, encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-p", "tests.not_judged", "-p", "no:cacheprovider", "-rs"]
+        plugins = ("-p", "xdist", "-p", "tests.not_judged", "-p", "no:cacheprovider")
+        command = [sys.executable, "-m", "pytest", *plugins, "-rs"]
         told = ["--config-file=/dev/null", f"--rootdir={tmp_path}", f"--not-judged={tmp_path / 'told'}", str(tmp_path)]
-        environment = {**os.environ, "CI": ci}
+        # The other plugins take longer to import than all else.
+        environment = {**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return subprocess.run(
             [*command, *options, *told], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
