@@ -385,14 +385,20 @@ class PrefixCacheScheduler:
         Returns:
             The number of tokens by tier, told by the blocks of the group that tells how long a prefix is.
         """
-        found = Counter[str]()
         load, state = self._to_load.get(request.request_id), self._requests.get(request.request_id)
-        if load is not None and state is not None and state.lookup is not None:
-            group = self._stored[self._groups.leading]
-            for chunk, row in state.lookup.rows.get(group.index, {}).items():
-                begin = chunk * group.chunk_tokens
-                end = min(begin + group.chunk_tokens, load.start + num_tokens)
-                found[row.tier] += max(0, end - max(begin, load.start))
+        if load is None or state is None or state.lookup is None:
+            return Counter()
+        group = self._stored[self._groups.leading]
+        rows, size = state.lookup.rows.get(group.index, {}), group.chunk_tokens
+        begin, end = load.start, load.start + num_tokens
+        first, last = begin // size, -(-end // size) - 1
+        # Thousands of chunks may be found, and the scheduler waits: whole ones are counted, then the ends are cut off.
+        chunks = Counter([row.tier for chunk, row in rows.items() if first <= chunk <= last])
+        found = Counter({tier: size * number for tier, number in chunks.items()})
+        if first in rows:
+            found[rows[first].tier] -= begin - first * size
+        if last in rows:
+            found[rows[last].tier] -= (last + 1) * size - end
         return found
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
