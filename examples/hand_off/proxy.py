@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import logging
+from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,7 @@ class Proxy:
     """
 
     def __init__(self, prefills: Sequence[str], decodes: Sequence[str], seconds: float, silence: float) -> None:
-        self._prefills, self._decodes = itertools.cycle(prefills), decodes
-        self._first = itertools.cycle(range(len(decodes)))
+        self._prefills, self._decodes = itertools.cycle(prefills), deque(decodes)
         self._seconds, self._patience = seconds, httpx.Timeout(silence, connect=5.0)
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None)
@@ -99,8 +99,9 @@ class Proxy:
         params = {**wishes, **await self._prefill(path, headers, to_prefill(rest, wishes))}
         sent = {**rest, "kv_transfer_params": params} if params else rest
         content, failures = json.dumps(sent), list[str]()
-        first = next(self._first)
-        for decode in (*self._decodes[first:], *self._decodes[:first]):
+        turns = tuple(self._decodes)
+        self._decodes.rotate(-1)
+        for decode in turns:
             try:
                 call = self.client.build_request(
                     "POST", decode + path, content=content, headers=headers, timeout=self._patience

@@ -34,17 +34,12 @@ FIRST = (
 )
 #: Judges of what methods find, which few changes can move: where the minutes do not suffice, they are not run.
 LAST = ("test_sparse_judges", "test_real_answers", "test_sparse_quality")
-
-
-def _turn(item: pytest.Item) -> int:
-    for turn, names in ((-len(FIRST), FIRST), (1, LAST)):
-        if item.path.stem in names:
-            return turn + names.index(item.path.stem)
-    return 0
+#: All others are between them, in the order in which they were collected.
+TURNS = {name: turn for first, names in ((-len(FIRST), FIRST), (1, LAST)) for turn, name in enumerate(names, first)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_turn)
+    items.sort(key=lambda item: TURNS.get(item.path.stem, 0))
     for item in items:
         if item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.timeout(PATIENCE))

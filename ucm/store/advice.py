@@ -20,7 +20,7 @@ from ucm.store.bench import Figures, drop_from_cache, load_all, save_all, verify
 from ucm.store.compression import ELEMENTS, FRAME, pack, unpack
 from ucm.store.factory import back_end_class, is_tier, open_store, remove_blocks
 from ucm.store.format import aligned_buffer
-from ucm.store.inspection import block_body, stored_blocks
+from ucm.store.inspection import block_body, blocks_in_files
 from ucm.store.posix.layout import Layout, namespaces
 from ucm.store.tier import CompressingOptions
 
@@ -90,13 +90,13 @@ def stored_sample(directories: Iterable[str], nbytes: int = _SAMPLE) -> Sample |
     most, what, body = 0, "", memoryview(b"")
     for root in directories:
         for layout in namespaces(root):
-            bodies: list[Buffer] = []
+            bodies: list[bytes] = []
             size = 0
-            for block in stored_blocks(root, layout.namespace):
+            for block in blocks_in_files(layout):
                 found = block_body(block)
                 if found is not None:
                     bodies.append(found)
-                    size += found.nbytes
+                    size += len(found)
                 if size >= min(nbytes, _SAMPLE):
                     break
             if size > most:
@@ -123,13 +123,17 @@ def codec_figures(sample: Sample, timer: Callable[[], float] = time.thread_time)
     """
     body, compressing, decompressing = sample.body, list[float](), list[float]()
     stored = memoryview(b"")
+
+    def read(at: int, nbytes: int) -> Buffer:
+        return stored[at : at + nbytes]
+
     for _ in range(_CODEC_ROUNDS):
         began = timer()
         pieces = pack(body, sample.element_size)
         compressing.append(timer() - began)
         stored = memoryview(b"".join(pieces))
         began = timer()
-        for _piece in unpack(lambda at, nbytes, held=stored: held[at : at + nbytes], len(stored), len(body)):  # type: ignore[misc] # mypy does not infer the default
+        for _piece in unpack(read, len(stored), len(body)):
             pass
         decompressing.append(timer() - began)
     return CodecFigures(len(body) / len(stored), len(body) / min(compressing), len(body) / min(decompressing))

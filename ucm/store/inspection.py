@@ -11,7 +11,6 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
@@ -24,9 +23,9 @@ from ucm.store.base import (
     BlockUnreadableError,
     StoreError,
 )
-from ucm.store.format import UNIT, checked, decode, header_nbytes, namespace_digest
+from ucm.store.format import namespace_digest
 from ucm.store.memory.segment import check_slot, delete_slot, directory_of, segments
-from ucm.store.posix.files import check_file, quarantine, read_header
+from ucm.store.posix.files import check_file, quarantine, read_body, read_header
 from ucm.store.posix.layout import (
     IDENTITY,
     MARKER,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey, Buffer
+    from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
 
 
@@ -89,14 +88,19 @@ def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = 
     for layout in namespaces(root):
         if namespace is not None and layout.namespace != namespace:
             continue
-        for bucket in () if in_memory else buckets(layout):
-            for name, status in list_directory(bucket):
-                key = key_of(bucket, name)
-                if key is not None:
-                    yield StoredBlock(layout, key, status.st_size, status.st_mtime_ns)
+        yield from () if in_memory else blocks_in_files(layout)
         for segment in segments(layout):
             for key, number in segment.blocks():
                 yield StoredBlock(layout, key, segment.slot_nbytes, segment.age()[0], (segment.path, number))
+
+
+def blocks_in_files(layout: Layout) -> Iterator[StoredBlock]:
+    """Yield every block of a namespace that is a file; like ``stored_blocks``."""
+    for bucket in buckets(layout):
+        for name, status in list_directory(bucket):
+            key = key_of(bucket, name)
+            if key is not None:
+                yield StoredBlock(layout, key, status.st_size, status.st_mtime_ns)
 
 
 def check_block(
@@ -130,17 +134,14 @@ def check_block(
     return None
 
 
-def block_body(block: StoredBlock) -> Buffer | None:
+def block_body(block: StoredBlock) -> bytes | None:
     """Return the layer slices of a block in a file, decompressed and verified, back to back; None if it is unusable.
 
     Raises:
         BlockCompressedError: This process cannot decompress it.
     """
     try:
-        stored = memoryview(Path(block.path).read_bytes())
-        header = decode(bytes(stored[: header_nbytes(bytes(stored[:UNIT]))]))
-        pieces = header.pieces(lambda at, nbytes: stored[at : at + nbytes], len(stored))
-        return memoryview(b"".join(checked(pieces, header)))
+        return read_body(block.path, block.key)
     except (OSError, BlockCorruptError, BlockForeignError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +77,7 @@ def run(options: argparse.Namespace) -> int:
     new = "Posix" not in config.parts and not Path(config.dram_directory).exists()
     try:
         with progress("measuring", None, "steps") as bar:
-
-            def step(operation: str) -> None:
-                bar.set_postfix_str(operation, refresh=False)
-                bar.update()
-
-            figures = bench(config, workload, step)
+            figures = bench(config, workload, partial(_step, bar))
         lookups = _lookups(config, options.lookup) if options.lookup else None
     finally:
         if new:
@@ -95,6 +91,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         say([*_text(config, figures, lookups, goals), *_compression_text(sample, compared)])
     return 0
+
+
+def _step(bar: Any, operation: str) -> None:
+    bar.set_postfix_str(operation, refresh=False)
+    bar.update()
 
 
 def _config(options: argparse.Namespace) -> StoreConfig:
@@ -130,13 +131,8 @@ def _compression(
     sample = sample or generated(workload.nbytes)
     with progress("compressing", None, "steps") as bar:
         for tier in found:
-
-            def step(operation: str) -> None:
-                bar.set_postfix_str(operation, refresh=False)
-                bar.update()
-
             try:
-                found[tier] = compare(config, tier, workload, sample, step)
+                found[tier] = compare(config, tier, workload, sample, partial(_step, bar))
             except UcmError as error:
                 found[tier] = str(error).splitlines()[0]
     return sample, found

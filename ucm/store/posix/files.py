@@ -277,6 +277,18 @@ def check_file(path: str, key: BlockKey, authenticator: Authenticator | None = N
     return _with_header(path, key, check, authenticator, any_key=True)
 
 
+def read_body(path: str, key: BlockKey) -> bytes:
+    """Return the layer slices of a block's file, decompressed and back to back; raises like ``check_file``."""
+
+    def read(_: int, header: BlockHeader, pieces: Iterator[Buffer]) -> bytes:
+        body = bytearray()
+        for piece in checked(pieces, header):  # each is valid until the next one
+            body += piece
+        return bytes(body)
+
+    return _with_header(path, key, read, None)
+
+
 def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], T]) -> T:
     """Read a block, and distinguish failures of the medium from those of one block."""
     try:
