@@ -13,7 +13,11 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 
 
 def install(session: nox.Session, group: str) -> None:
-    """Install one dependency group of pyproject.toml; the modules that are imported are compiled then."""
+    """Install one dependency group of pyproject.toml; each module is compiled once, when it is first imported.
+
+    Also where the environment forbids it, as in many containers: the tests start hundreds of processes.
+    """
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     session.install("--quiet", "--no-compile", *nox.project.dependency_groups(GROUPS, group))
 
 

@@ -27,6 +27,8 @@ def test_what_fails_becomes_an_example(
 ) -> None:
     monkeypatch.setattr(fuzz, "ROOT", tmp_path)
     monkeypatch.setattr(fuzz, "STORAGE", tmp_path / "storage")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the others take seconds to load
+    monkeypatch.setenv("PYTEST_PLUGINS", "_hypothesis_pytestplugin,pytest_timeout")
     (tmp_path / "conftest.py").write_text(PROFILE, encoding="utf-8")
     failing = tmp_path / "test_it.py"
     failing.write_text(FAILING, encoding="utf-8")

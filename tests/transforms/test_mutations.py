@@ -115,8 +115,9 @@ def test_harmless_changes_change_nothing_for_the_rules(
     compile(code, path, "exec", dont_inherit=True)
     changed, found = apply_rules(cst.parse_module(code), transform.all_rules, path, release)
     assert found == outcomes
-    compile(changed.code, path, "exec", dont_inherit=True)
-    assert inserted(changed.code) == wanted
+    result = changed.code
+    compile(result, path, "exec", dont_inherit=True)
+    assert inserted(result) == wanted
 
 
 @each_form

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,11 +18,15 @@ from tests.transforms.pipeline.third_party import of_vllm
 from tests.ucm.overlay.environment import Environment
 from tests.ucm.overlay.miniature import RELEASE, SCHEDULER, write_miniature
 from transforms.pipeline.build import Order, order_for, ordered
+from transforms.pipeline.cli import main
 from transforms.pipeline.installed import InstalledError, Place, Python, installed, look
 from transforms.pipeline.lock import read_lock
 from transforms.pipeline.package import build_wheel
 from transforms.pipeline.product import OWN, UCM, compose
 from transforms.pipeline.sources.open import open_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ASCEND = compose(OWN[1])
 
@@ -36,6 +41,21 @@ def environment(tmp_path: Path) -> Environment:
 
 def ask(repository: Path, python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(repository, "build-overlay", "installed", "--python", str(python), *arguments)
+
+
+def ask_of_each(repository: Path, environments: Sequence[Environment]) -> subprocess.CompletedProcess[str]:
+    """Ask about several environments in one process, because its imports take longer than each answer."""
+    each = [["build-overlay", "installed", "--python", str(one.python)] for one in environments]
+    code = f"from transforms.pipeline.cli import main; raise SystemExit(max([main(one) for one in {each!r}]))"
+    return subprocess.run([sys.executable, "-c", code], cwd=repository, check=False, capture_output=True, text=True)
+
+
+def other_metadata(root: Path, version: str) -> Environment:
+    """Return an environment with the miniature vLLM, which says that it is some version."""
+    made = Environment.create(root)
+    write_miniature(made.site)
+    stated(made, version)
+    return made
 
 
 def stated(environment: Environment, version: str, name: str = "vllm") -> None:
@@ -90,18 +110,13 @@ def test_without_pip_the_command_is_uv_s(environment: Environment) -> None:
     assert python.install == f"uv pip install --python {environment.python}"
 
 
-@pytest.mark.parametrize(
-    "version", [f"{RELEASE}+cu129", "0.99.1.dev5+gabcdef0", "nightly", ""], ids=lambda text: text or "no-metadata"
-)
-def test_the_content_decides_and_the_metadata_may_say_anything(
-    repository: Path, environment: Environment, version: str
-) -> None:
-    stated(environment, version)
-    done = ask(repository, environment.python)
+def test_the_content_decides_and_the_metadata_may_say_anything(repository: Path, tmp_path: Path) -> None:
+    versions = (f"{RELEASE}+cu129", "0.99.1.dev5+gabcdef0", "nightly", "")
+    done = ask_of_each(repository, [other_metadata(tmp_path / f"{number}", versions[number]) for number in range(4)])
     assert done.returncode == 0, done.stderr
-    assert f"ucm_vllm_overlay-{RELEASE}.post1-py3" in done.stdout
-    said = f"vllm {version}" if version else "no version"
-    assert f"(its metadata: {said})" in done.stderr
+    assert done.stdout.count(f"ucm_vllm_overlay-{RELEASE}.post1-py3") == len(versions)
+    for version in versions:
+        assert f"(its metadata: {f'vllm {version}' if version else 'no version'})" in done.stderr
 
 
 def test_an_editable_checkout(repository: Path, environment: Environment, tmp_path: Path) -> None:
@@ -133,25 +148,24 @@ def test_edited_files_are_named(repository: Path, environment: Environment) -> N
     assert f"nox -s review -- --from {environment.site.resolve()} --release {RELEASE}+mine --accept`" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("version", "what", "name"),
-    [
+def test_a_release_that_was_not_reviewed(repository: Path, tmp_path: Path) -> None:
+    cases = [
         ("1.2.3", "vLLM 1.2.3 has not been reviewed", "1.2.3"),
         ("1.2.3.dev4+gabc", "vLLM 1.2.3.dev4+gabc has not been reviewed", "1.2.3.dev4"),
         ("", "this vLLM states no release", "X.Y.Z"),
-    ],
-)
-def test_a_release_that_was_not_reviewed(
-    repository: Path, environment: Environment, version: str, what: str, name: str
-) -> None:
-    stated(environment, version)
-    environment.upstream_file(SCHEDULER).write_text("# of another release\n")
-    done = ask(repository, environment.python)
+    ]
+    environments = [other_metadata(tmp_path / f"{number}", version) for number, (version, _, _) in enumerate(cases)]
+    for environment in environments:
+        environment.upstream_file(SCHEDULER).write_text("# of another release\n")
+    done = ask_of_each(repository, environments)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(
-        f"error: {what}, and its files are those of no reviewed release; the newest reviewed release is {RELEASE}\n"
-    )
-    assert f"nox -s drift -- --from {environment.site.resolve()} --release {name}`" in done.stderr
+    errors = done.stderr.split("error: ")
+    assert errors.pop(0) == ""
+    for environment, (_, what, name), error in zip(environments, cases, errors, strict=True):
+        assert error.startswith(
+            f"{what}, and its files are those of no reviewed release; the newest reviewed release is {RELEASE}\n"
+        )
+        assert f"nox -s drift -- --from {environment.site.resolve()} --release {name}`" in error
 
 
 def test_a_file_that_cannot_be_read(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,10 +213,11 @@ def test_what_is_no_interpreter(tmp_path: Path) -> None:
     [["installed"], [RELEASE, "--python", "x"], ["installed", RELEASE, "--python", "x"], ["--python", "x"]],
     ids=" ".join,
 )
-def test_installed_and_python_belong_together(repository: Path, arguments: list[str]) -> None:
-    done = run(repository, "build-overlay", *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "nox -s build-overlay -- installed --python /path/to/its/python`" in done.stderr
+def test_installed_and_python_belong_together(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(["build-overlay", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nox -s build-overlay -- installed --python /path/to/its/python`" in err
 
 
 def test_the_default_says_which_release_and_how_to_get_another(repository: Path, miniature: Path) -> None:

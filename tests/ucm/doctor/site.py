@@ -178,7 +178,7 @@ class Site:
     def create(cls, root: Path) -> Site:
         venv.create(root, symlinks=True)
         site = cls(root)
-        shutil.copytree(ROOT / "ucm", site.packages / "ucm", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "ucm", site.packages / "ucm")  # with its bytecode, where there is any
         known = {
             release: {path: sha256(upstream(path, release)) for path, _, _ in MODULES} for release in (RELEASE, OTHER)
         }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +33,9 @@ class Environment:
 
     @classmethod
     def create(cls, root: Path) -> Environment:
-        subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(root)], check=True)
-        python = root / "bin" / "python"
-        answer = subprocess.run([python, "-c", SITE_DIRECTORY], check=True, capture_output=True, text=True)
-        return cls(root, python, Path(answer.stdout.strip()))
+        empty, site = _empty()
+        shutil.copytree(empty.name, root, symlinks=True)
+        return cls(root, root / "bin" / "python", root / site)
 
     def install(self, *wheels: Path, into: Path | None = None) -> None:
         """Install pure-Python wheels by unpacking them, as pip does."""
@@ -78,3 +80,16 @@ class Environment:
         done = self.start(*flags, "-c", code, **variables)
         assert done.returncode != 0, done.stdout
         return done.stderr
+
+
+@functools.cache
+def _empty() -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    """Return a virtual environment that is copied for each test, and its site-packages directory, relative to it.
+
+    It holds no path of its own, apart from its shells' scripts.
+    """
+    directory = tempfile.TemporaryDirectory()
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", directory.name], check=True)
+    command = [Path(directory.name, "bin", "python"), "-c", SITE_DIRECTORY]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    return directory, Path(answer.stdout.strip()).relative_to(directory.name)
