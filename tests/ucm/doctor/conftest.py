@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The environment of which `bare` is a copy."""
+    return Site.create(tmp_path_factory.mktemp("runtime") / "venv")
+
+
 @pytest.fixture
-def bare(tmp_path: Path) -> Site:
+def bare(runtime: Site, tmp_path: Path) -> Site:
     """An environment with only the runtime."""
-    return Site.create(tmp_path / "venv")
+    return runtime.copy(tmp_path / "venv")
 
 
 @pytest.fixture

@@ -186,6 +186,11 @@ class Site:
         write_distribution(site.packages, "ucm-runtime", ucm.__version__, ("ucm",))
         return site
 
+    def copy(self, root: Path) -> Site:
+        """Return another venv with the same files; they are not to be written to."""
+        shutil.copytree(self.root, root, symlinks=True, copy_function=os.link)
+        return Site(root)
+
     def doctor(self, *arguments: str, flags: tuple[str, ...] = (), **environ: str) -> Answer:
         """Run the doctor in an empty directory, without UCM variables in the environment."""
         command = [str(self.python), *flags, "-m", "ucm", "doctor", *arguments]
