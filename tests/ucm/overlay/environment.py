@@ -90,6 +90,6 @@ def _empty() -> tuple[tempfile.TemporaryDirectory[str], Path]:
     """
     directory = tempfile.TemporaryDirectory()
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", directory.name], check=True)
-    command = [Path(directory.name, "bin", "python"), "-c", SITE_DIRECTORY]
-    answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    python = Path(directory.name, "bin", "python")
+    answer = subprocess.run([python, "-c", SITE_DIRECTORY], check=True, capture_output=True, text=True)
     return directory, Path(answer.stdout.strip()).relative_to(directory.name)
