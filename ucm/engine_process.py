@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
 PLAN, RESULT, LOG = "plan.json", "result.json", "output.log"
 TAIL_LINES = 30
-#: The mix-in for vLLM's worker class (``worker_extension_cls``) that tells what runs in it.
-WORKER_FACTS = "ucm.doctor.engine_run.WorkerFacts"
+#: The modules of the connectors, by the name that vLLM's settings give.
+CONNECTORS = {"UCMConnector": "ucm_connector", "BlendConnector": "blend_connector"}
 #: Lines that nanobind, used by Triton, prints after an error when the process exits.
 _LEAK = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 #: The configuration of a tiny Llama with random weights.
@@ -59,18 +60,82 @@ ENVIRONMENT = {
 }
 
 
-def check_model(model: Path) -> None:
-    """Refuse a directory that contains no model.
+@dataclass(frozen=True)
+class Ended:
+    """A child process that has ended.
+
+    Attributes:
+        outcome: `FINISHED`, `FAILED` or `TIMED_OUT`.
+        directory: Where its plan, its result and its output are.
+        pid: Its process id.
+    """
+
+    outcome: str
+    directory: Path
+    pid: int = 0
+
+    @property
+    def failure(self) -> str:
+        """How it ended, in words; empty if it finished."""
+        return {FINISHED: "", FAILED: "failed", TIMED_OUT: "did not finish in time"}[self.outcome]
+
+    @property
+    def log(self) -> Path:
+        """The file with its output."""
+        return self.directory / LOG
+
+    @property
+    def lines(self) -> list[str]:
+        """Its output, without the lines that say nothing."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+        return [line for line in lines if not _LEAK.match(line)]
+
+    @property
+    def tail(self) -> list[str]:
+        """The end of its output; empty if it finished."""
+        return self.lines[-TAIL_LINES:] if self.failure else []
+
+    def results(self) -> list[Any]:
+        """Return what it reported, a JSON value on each line, as far as it came: it may have been ended in one."""
+        file, found = self.directory / RESULT, []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+
+def connector(extra: Mapping[str, Any], name: str = "UCMConnector") -> dict[str, Any]:
+    """Return vLLM's ``kv_transfer_config`` for one of our connectors and its settings."""
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_module_path": f"ucm.integration.vllm.{CONNECTORS[name]}",
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
+def model_config(model: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a model's ``config.json``, and the part of it that describes the language model.
 
     Raises:
-        UcmError: There is no ``config.json``.
+        UcmError: It cannot be read, so the directory contains no model.
     """
-    if not (model / "config.json").is_file():
-        raise UcmError(
-            "this directory contains no model: it has no config.json",
-            where=f"model: {model}",
-            fix="name a directory with config.json and the weights, as you would for vLLM",
-        )
+    path, text = model.absolute() / "config.json", None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        wrong = f"{path} cannot be read: {error.strerror}"
+    except ValueError as error:
+        wrong = f"{path} is not JSON: {error}"
+    else:
+        wrong = f"{path} is not a JSON object"
+        if isinstance(config, dict):
+            text, wrong = config.get("text_config") or config, f"{path}: text_config is not a JSON object"
+    if not isinstance(text, dict):
+        raise UcmError(wrong, fix="give --model the directory of a model, with its config.json")
+    return config, text
 
 
 def prepare_model(model: Path | None, directory: Path) -> dict[str, str]:
@@ -91,7 +156,7 @@ def run_child(
     plan: Mapping[str, Any],
     timeout: float,
     environment: Mapping[str, str] | None = None,
-) -> tuple[str, int]:
+) -> Ended:
     """Run ``python -m MODULE plan.json result.json`` in a fresh interpreter, with the overlay active or not.
 
     Args:
@@ -100,9 +165,6 @@ def run_child(
         plan: What the module reads.
         timeout: Seconds after which it and all of its descendants are ended.
         environment: Further variables, unless the operator has set them.
-
-    Returns:
-        The outcome, and the child's process id.
     """
     (directory / PLAN).write_text(json.dumps(plan), encoding="utf-8")
     child = None
@@ -118,9 +180,9 @@ def run_child(
                 start_new_session=True,
             )
         try:
-            return (FAILED if child.wait(timeout) else FINISHED), child.pid
+            return Ended(FAILED if child.wait(timeout) else FINISHED, directory, child.pid)
         except subprocess.TimeoutExpired:
-            return TIMED_OUT, child.pid
+            return Ended(TIMED_OUT, directory, child.pid)
     finally:
         if child is not None:
             _end(child)
@@ -155,14 +217,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         pass
     finally:
         child.wait()
-
-
-def read_output(directory: Path) -> list[str]:
-    """The lines of an engine's output, without those that say nothing."""
-    lines = (directory / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if not _LEAK.match(line)]
-
-
-def tail_of(directory: Path) -> list[str]:
-    """The end of an engine's output."""
-    return read_output(directory)[-TAIL_LINES:]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ucm.engine_process import FAILED, FINISHED, run_child, tail_of
+from ucm.engine_process import FAILED, FINISHED, run_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,22 +28,20 @@ def write(directory: Path, *lines: str) -> None:
 
 def test_it_gets_its_plan_and_writes_its_result(directory: Path) -> None:
     write(directory, "open(sys.argv[2], 'w').write(open(sys.argv[1]).read() + os.environ['OWN'])")
-    outcome, _ = run_child("engine", directory, {"a": 1}, 60, {"OWN": "x"})
-    assert outcome == FINISHED
+    assert run_child("engine", directory, {"a": 1}, 60, {"OWN": "x"}).outcome == FINISHED
     assert (directory / "result.json").read_text() == '{"a": 1}x'
 
 
 def test_the_operators_variables_win(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN", "operator")
     write(directory, "print(os.environ['OWN'])")
-    run_child("engine", directory, {}, 60, {"OWN": "ours"})
-    assert tail_of(directory) == ["operator"]
+    assert run_child("engine", directory, {}, 60, {"OWN": "ours"}).lines == ["operator"]
 
 
 def test_its_failure_is_an_outcome(directory: Path) -> None:
     write(directory, "print('nanobind: leaked 3 instances!')", "sys.exit('it is out of order')")
-    assert run_child("engine", directory, {}, 60)[0] == FAILED
-    assert tail_of(directory) == ["it is out of order"]
+    ended = run_child("engine", directory, {}, 60)
+    assert (ended.outcome, ended.tail) == (FAILED, ["it is out of order"])
 
 
 def test_its_descendants_are_ended(directory: Path) -> None:
@@ -51,7 +49,7 @@ def test_its_descendants_are_ended(directory: Path) -> None:
     os.mkfifo(directory / "pipe")
     pipe = os.open(directory / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     write(directory, "pipe = open('pipe', 'wb')", "if os.fork() == 0:", "    time.sleep(600)")
-    assert run_child("engine", directory, {}, 60)[0] == FINISHED
+    assert run_child("engine", directory, {}, 60).outcome == FINISHED
     os.set_blocking(pipe, True)
     assert os.read(pipe, 1) == b""
     os.close(pipe)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import engine_args, quieten, write_lines
 from ucm.compat import optional
-from ucm.engine_process import WORKER_FACTS
+from ucm.engine import Engine
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -201,31 +201,21 @@ def _measure(
     options: argparse.Namespace, arguments: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], int]:
     """Run the engine, and return its workers' reports and how many prompts were too long for it."""
+    method = {_METHOD: {"budgets": options.budgets, "every": options.every}}
     try:
-        from vllm import LLM, SamplingParams  # noqa: PLC0415 - most commands need no vLLM
-    except ImportError as error:
-        raise UcmError(
-            f"vLLM cannot be imported: {error}", fix="run this command in the environment of vLLM"
-        ) from error
-    method = {"budgets": options.budgets, "every": options.every}
-    try:
-        engine = LLM(
-            model=options.model,
-            additional_config={"ucm_sparse_config": {_METHOD: method}},
-            worker_extension_cls=WORKER_FACTS,
-            **{**arguments, _EAGER: True},
-        )
-        fitting = _fitting(engine, prompts)
-        sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        engine = Engine(options.model, additional_config={"ucm_sparse_config": method}, **{**arguments, _EAGER: True})
+        fitting = _fitting(engine.llm, prompts)
         if fitting:
-            engine.generate(fitting, sampling, use_tqdm=False)
+            engine.generate(fitting, [options.max_tokens] * len(fitting))
+    except UcmError:
+        raise
     except Exception as error:
         raise UcmError(
             f"the engine failed: {type(error).__name__}: {error}",
             where=f"--model {options.model}",
             fix="see vLLM's messages above; other engine arguments are given with --engine-args",
         ) from error
-    reports = [worker["report"] for worker in engine.collective_rpc("ucm_method")]
+    reports = [worker["report"] for worker in engine.workers("ucm_method")]
     if any(report is None for report in reports):
         raise UcmError(
             "no probe ran in the workers: the overlay is not active in this environment",
@@ -234,14 +224,14 @@ def _measure(
     return reports, len(prompts) - len(fitting)
 
 
-def _fitting(engine: Any, prompts: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
+def _fitting(engine: Any, prompts: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     """Return the prompts that leave room for a token, as token ids; vLLM would refuse all because of one."""
     most = optional(engine, "llm_engine.vllm_config.model_config.max_model_len")
     tokens = [
         prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else engine.get_tokenizer().encode(prompt["prompt"])
         for prompt in prompts
     ]
-    return [{"prompt_token_ids": ids} for ids in tokens if len(ids) < most]
+    return [ids for ids in tokens if len(ids) < most]
 
 
 def _is_prompt(prompt: object) -> bool:

@@ -73,12 +73,12 @@ def _loads(state: ModuleState) -> str:
 
 def _of_run(run: Run) -> list[str]:
     if not run.hooks:
-        tail = run.tail or ["(nothing)"]
-        return [f"The end of the engine's output ({run.outcome})", *(f"  | {line}" for line in tail)]
+        tail = run.ended.tail or ["(nothing)"]
+        return [f"The end of the engine's output ({run.ended.outcome})", *(f"  | {line}" for line in tail)]
     lines = []
     expected = [result for result in run.hooks if result.expectation.at_least]
     if expected:
-        pids = list(dict.fromkeys([run.pid, *(p.pid for p in run.processes)]))
+        pids = list(dict.fromkeys([run.ended.pid, *(p.pid for p in run.processes)]))
         rows = [("hook", *(f"{run.name_of(pid)} {pid}" for pid in pids), "")]
         for result in expected:
             counts = [_count(result.fired.get(pid, 0)) for pid in pids]

@@ -11,13 +11,14 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.findings import Finding, Status, has_error
-from ucm.errors import PIP, ConfigError, SparseMethodError
-from ucm.integration.vllm.sparse.config import FILE_KEY, sparse_method_config
+from ucm.engine_process import connector, model_config
+from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
+from ucm.integration.vllm.sparse.config import FILE_KEY, method_of_file
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import OFFLOADING, method_class
 
@@ -65,9 +66,9 @@ def check_config(file: Path) -> list[Finding]:
             *_check_memory(config),
             *_ask_tiers(config),
         ]
-        sparse = check_sparse(extra, file)
+        sparse = check_sparse(file)
         return findings + _check_blending(config, file, beside=bool(sparse)) + sparse
-    return findings + check_sparse(extra, file)
+    return findings + check_sparse(file)
 
 
 def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> list[Finding]:
@@ -106,7 +107,8 @@ def _check_memory(config: ConnectorConfig) -> list[Finding]:
     root = config.store.dram_directory
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
         return []
-    from ucm.config.settings import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.commands.store.text import many  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.config.settings import format_size  # noqa: PLC0415 - likewise
     from ucm.store.inspection import take_stock_of_memory  # noqa: PLC0415 - likewise
     from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - likewise
 
@@ -117,7 +119,7 @@ def _check_memory(config: ConnectorConfig) -> list[Finding]:
         stock = take_stock_of_memory(root)
     except OSError as error:
         return [Finding(MEMORY, Status.WARNING, f"{root} cannot be read: {error.strerror}")]
-    held = f"{_many(stock.blocks, 'block')} in {_many(stock.segments, 'segment')}"
+    held = f"{many(stock.blocks, 'block', 'blocks')} in {many(stock.segments, 'segment', 'segments')}"
     what = f"{root} holds {held} of {format_size(stock.nbytes)} in all"
     return [Finding(MEMORY, Status.OK, what)]
 
@@ -144,10 +146,6 @@ def _check_offloaded(file: Path) -> list[Finding]:
     return found
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
     """Check whether the tiers on servers can be reached from this host."""
     asked = [name for name in config.store.as_store_config().parts if name not in _WITHOUT_SERVERS]
@@ -162,9 +160,8 @@ def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
         try:
             findings.append(Finding(check, Status.OK, ask_tier(config.store.as_store_config(), name)))
         except (ConfigError, StoreError) as error:
-            what, *details = str(error).splitlines()
-            todo = error.fix or "check that it runs, and that this host can reach it"
-            findings.append(Finding(check, Status.ERROR, what, tuple(details), (todo,)))
+            todo = "check that it runs, and that this host can reach it"
+            findings.append(Finding.of(check, error, todo=todo))
     return findings
 
 
@@ -173,17 +170,10 @@ def asks_for_sparse_attention(findings: list[Finding]) -> bool:
     return any(finding.check == SPARSE for finding in findings)
 
 
-def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
-    """Check that the configured sparse method exists and its options are valid; return nothing if none is configured.
-
-    Args:
-        extra: vLLM's ``kv_connector_extra_config``.
-        file: The settings file that it names.
-    """
+def check_sparse(file: Path) -> list[Finding]:
+    """Check that a file's sparse method exists and its options are valid; return nothing if none is configured."""
     try:
-        # Only the connector's setting of vLLM's configuration is read here.
-        transfer = SimpleNamespace(kv_connector_extra_config=extra)
-        found = sparse_method_config(SimpleNamespace(kv_transfer_config=transfer))
+        found = method_of_file(file)
         if found is None:
             return []
         name, options = found
@@ -196,8 +186,7 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
 
         parse_options(method.options_type, method.__name__, options)
     except SparseMethodError as error:
-        what, *details = str(error).splitlines()
-        return [Finding(SPARSE, Status.ERROR, what, tuple(details), (error.fix,))]
+        return [Finding.of(SPARSE, error)]
     except ConfigError as error:
         where = error.where if str(file) in error.where else f"{file}: {error.where}"
         return [_refused(SPARSE, ConfigError(error.what, where=where, fix=error.fix), file)]
@@ -218,20 +207,11 @@ def check_model(model: Path) -> tuple[Finding, dict[str, Any]]:
     Returns:
         The finding, and the part of the configuration that describes the language model; empty after an error.
     """
-    path = model.absolute() / "config.json"
-    todo = ("give --model the directory of a model, with its config.json",)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        return Finding(MODEL, Status.ERROR, f"{path} cannot be read: {error.strerror}", todo=todo), {}
-    except ValueError as error:
-        return Finding(MODEL, Status.ERROR, f"{path} is not JSON: {error}", todo=todo), {}
-    if not isinstance(config, dict):
-        return Finding(MODEL, Status.ERROR, f"{path} is not a JSON object", todo=todo), {}
-    text = config.get("text_config") or config
-    if not isinstance(text, dict):
-        return Finding(MODEL, Status.ERROR, f"{path}: text_config is not a JSON object", todo=todo), {}
-    return Finding(MODEL, Status.OK, f"{path} can be read"), text
+        _, text = model_config(model)
+    except UcmError as error:
+        return Finding(MODEL, Status.ERROR, error.what, todo=(error.fix,)), {}
+    return Finding(MODEL, Status.OK, f"{model.absolute() / 'config.json'} can be read"), text
 
 
 def check_latent(file: Path, text: Mapping[str, Any] | None, manifests: Sequence[Manifest]) -> list[Finding]:
@@ -251,24 +231,21 @@ def check_latent(file: Path, text: Mapping[str, Any] | None, manifests: Sequence
     from ucm.integration.vllm.handshake import require_latent_hooks  # noqa: PLC0415 - for few models
     from ucm.integration.vllm.sparse.requirements import latent_attention  # noqa: PLC0415
 
-    transfer = SimpleNamespace(kv_connector_extra_config={FILE_KEY: str(file.absolute())})
-    found = sparse_method_config(SimpleNamespace(kv_transfer_config=transfer))
+    found = method_of_file(file)
     try:
         if found is not None and not method_class(found[0]).serves_latent:
             raise latent_attention("--model").error()
         require_latent_hooks(manifests)
     except SparseMethodError as error:
-        what, *details = str(error).splitlines()
-        return [Finding(SPARSE, Status.ERROR, what, ("the model has latent attention", *details), (error.fix,))]
+        return [Finding.of(SPARSE, error, "the model has latent attention")]
     return []
 
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:
-    what, *details = str(error).splitlines()
     # A file that cannot be read has no settings to correct.
     unread = isinstance(error.__cause__, OSError)
     todo = f"{error.fix}: {file}" if unread else f"correct {file} as described under '{check}'"
-    return Finding(check, Status.ERROR, what, tuple(details), (todo,))
+    return replace(Finding.of(check, error), todo=(todo,))
 
 
 def _remarks(config: ConnectorConfig) -> list[str]:
@@ -293,18 +270,8 @@ CONNECTOR = "prefix cache"
 API = "distributed/kv_transfer/kv_connector/v1/base.py"
 #: The packages that the connectors and the stores import, and their names on an index.
 NEEDS = {"numpy": "numpy", "pydantic": "pydantic", "tqdm": "tqdm", "xxhash": "xxhash", "yaml": "pyyaml"}
-#: The setting that enables the connector. Its documentation is in the repository, not in the runtime's wheel.
-SETTING = {
-    "kv_connector": "UCMConnector",
-    "kv_role": "kv_both",
-    "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
-    "kv_connector_extra_config": {"store": {"directories": "/var/cache/ucm", "posix_capacity": "20GiB"}},
-}
-#: What differs where the settings have blending, which the other connectors refuse.
-BLEND_SETTING = {
-    "kv_connector": "BlendConnector",
-    "kv_connector_module_path": "ucm.integration.vllm.blend_connector",
-}
+#: The settings of a small store. The connector's documentation is in the repository, not in the runtime's wheel.
+SMALL = {"store": {"directories": "/var/cache/ucm", "posix_capacity": "20GiB"}}
 DOCUMENTATION = "documentation: docs/prefix_cache.md in the repository of the UCM overlay"
 
 
@@ -343,11 +310,8 @@ def _how_to_use(file: Path | None, settings: Sequence[Finding]) -> list[str]:
     """Return the command that starts vLLM with the checked settings, or with a small store; nothing if they are bad."""
     if has_error(settings):
         return []
-    setting: dict[str, Any] = dict(SETTING)
-    if file is not None:
-        setting["kv_connector_extra_config"] = {FILE_KEY: str(file.absolute())}
-    if any(finding.check == BLENDING for finding in settings):
-        setting |= BLEND_SETTING
+    name = "BlendConnector" if any(finding.check == BLENDING for finding in settings) else "UCMConnector"
+    setting = connector(SMALL if file is None else {FILE_KEY: str(file.absolute())}, name)
     return [f"to use it: vllm serve MODEL --kv-transfer-config {shlex.quote(json.dumps(setting))}"]
 
 

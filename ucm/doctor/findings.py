@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ucm.errors import UcmError
+
 
 class Status(enum.Enum):
     """The status of a finding, in ascending order of severity."""
@@ -35,6 +37,12 @@ class Finding:
     what: str
     details: tuple[str, ...] = ()
     todo: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, check: str, error: UcmError, *details: str, todo: str = "") -> Finding:
+        """Return the finding that an error is, with what to do about it if the error does not say."""
+        what, *lines = str(error).splitlines()
+        return cls(check, Status.ERROR, what, (*details, *lines), tuple(filter(None, [error.fix or todo])))
 
 
 def worst(findings: Iterable[Finding]) -> Status:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ucm.doctor.environment import OVERLAY_PACKAGE, normalised, package_directories
 from ucm.doctor.findings import Finding, Status
+from ucm.engine_process import run_child
 from ucm.errors import PIP
 from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
@@ -336,19 +335,12 @@ def check_replaced(vllm: Vllm) -> Finding:
         return Finding(CHECK, Status.OK, "no other package provides vLLM plugins")
     loaded = tuple(f"plug-in: {plugin}" for plugin in plugins)
     with tempfile.TemporaryDirectory(prefix="ucm-doctor-") as directory:
-        result = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "ucm.doctor.plugin_run", str(result)]
-        try:
-            done = subprocess.run(  # noqa: S603 - our own interpreter and module
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
-            )
-            failed = done.stderr.strip().splitlines()[-10:] if done.returncode else []
-        except subprocess.TimeoutExpired:
-            failed = [f"it did not end within {PATIENCE:.0f} s"]
-        if failed:
-            what = "a process that loads vLLM and its plugins failed, so it is unknown what they replace"
-            return Finding(CHECK, Status.WARNING, what, (*loaded, *failed), ("find the plugin that fails",))
-        replaced = json.loads(result.read_text(encoding="utf-8"))
+        ended = run_child("ucm.doctor.plugin_run", Path(directory), {}, PATIENCE)
+        if ended.failure:
+            what = f"a process that loads vLLM and its plugins {ended.failure}, so it is unknown what they replace"
+            todo = ("find the plugin that fails",)
+            return Finding(CHECK, Status.WARNING, what, (*loaded, *ended.tail[-10:]), todo)
+        (replaced,) = ended.results()
     if replaced:
         what = f"{len(replaced)} of the overlay's functions are replaced: features that need them will be refused"
         todo = ("uninstall the package that replaces them if you want such a feature",)

@@ -1,4 +1,4 @@
-"""The child process of ``ucm doctor`` that loads vLLM's plugins: ``python -m ucm.doctor.plugin_run RESULT``.
+"""The child process of ``ucm doctor`` that loads vLLM's plugins: ``python -m ucm.doctor.plugin_run PLAN RESULT``.
 
 It does what a vLLM process does before it creates an engine, imports the shadowed modules, and reports which of the
 overlay's functions have been replaced by then.
@@ -29,7 +29,7 @@ def main() -> None:
             importlib.import_module(name)
     groups = {group for manifest in manifests for group in manifest.needs}
     found = [str(replacement) for replacement in check_feature(groups)]
-    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

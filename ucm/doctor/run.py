@@ -8,28 +8,17 @@ directory, never the one that the file names.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.engine_run import LONGEST
-from ucm.doctor.findings import Finding, Status
-from ucm.engine_process import (
-    FINISHED,
-    LOG,
-    RESULT,
-    TIMED_OUT,
-    check_model,
-    prepare_model,
-    run_child,
-    tail_of,
-)
-from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, sparse_method_config
+from ucm.doctor.findings import Finding, Status, has_error
+from ucm.engine_process import TIMED_OUT, Ended, connector, prepare_model, run_child
+from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, method_of_file
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
 
@@ -52,11 +41,6 @@ ENGINE = "ucm.doctor.engine_run"
 
 TRIAL = "trial"
 SHOWN = 8
-CONNECTOR = {
-    "kv_connector": "BlendConnector",
-    "kv_connector_module_path": "ucm.integration.vllm.blend_connector",
-    "kv_role": "kv_both",
-}
 #: What says of a request what it asked for, and not what the method did.
 ASKED = "requests."
 
@@ -270,22 +254,16 @@ class Run:
     """A run of the engine.
 
     Attributes:
-        outcome: `FINISHED`, `FAILED` or `TIMED_OUT`.
+        ended: Its process; the files of a run without problems are deleted.
         seconds: Its duration.
-        pid: The child's process id, which is vLLM's main process.
-        output: The kept log; None after a run without problems.
-        tail: The end of the log; empty if the run finished.
         saw: The facts that the engine reported; empty unless it finished.
         processes: The probe's counters.
         hooks: The hooks of the seam; empty unless the run finished.
         unhooked: The model runners that ran, if the overlay has hooks in none of them.
     """
 
-    outcome: str
+    ended: Ended
     seconds: float
-    pid: int
-    output: Path | None = None
-    tail: list[str] = field(default_factory=list)
     saw: dict[str, Any] = field(default_factory=dict)
     processes: list[ProcessReport] = field(default_factory=list)
     hooks: list[HookResult] = field(default_factory=list)
@@ -298,22 +276,19 @@ class Run:
     def as_data(self) -> dict[str, Any]:
         """Return the run as plain data; `ucm.doctor` describes the keys."""
         return {
-            "outcome": self.outcome,
+            "outcome": self.ended.outcome,
             "seconds": self.seconds,
-            "output": str(self.output) if self.output else None,
-            "tail": self.tail,
+            "output": str(self.ended.log) if self.ended.log.exists() else None,
+            "tail": self.ended.tail,
             "saw": self.saw or None,
-            "processes": [
-                {"pid": p.pid, "process": p.process, "roles": [role.value for role in p.roles], "counts": p.counts}
-                for p in self.processes
-            ],
+            "processes": [{**asdict(one), "roles": [role.value for role in one.roles]} for one in self.processes],
             "hooks": [
                 {
                     "hook": result.expectation.hook.name,
                     "role": result.expectation.hook.role.value,
                     "expected": result.expectation.at_least > 0,
                     "reason": result.expectation.reason or None,
-                    "fired": {str(pid): count for pid, count in result.fired.items()},
+                    "fired": result.fired,
                     "status": result.status,
                 }
                 for result in self.hooks
@@ -329,31 +304,23 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
         timeout: Seconds after which the whole run is stopped.
         manifest: The overlay's manifest.
         disabled: The groups that are off, with the reasons.
-
-    Raises:
-        UcmError: If the directory contains no model.
     """
-    if model is not None:
-        check_model(model)
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
     reports = directory / "reports"
     reports.mkdir()
     plan = {**prepare_model(model, directory), "report_dir": str(reports)}
     began = time.perf_counter()
-    outcome, pid = run_child(ENGINE, directory, plan, timeout)
-    seconds = round(time.perf_counter() - began, 1)
-    processes = read_reports(reports)
-    output = directory / LOG
-    if outcome != FINISHED:
-        return Run(outcome, seconds, pid, output, tail_of(directory), processes=processes)
-    saw = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+    ended = run_child(ENGINE, directory, plan, timeout)
+    run = Run(ended, round(time.perf_counter() - began, 1), processes=read_reports(reports))
+    if ended.failure:
+        return run
+    (saw,) = ended.results()
     facts = Facts.of(saw)
-    hooks = [_result(expected, processes) for expected in expectations(manifest, disabled, facts)]
-    unhooked = unhooked_runners(manifest, facts)
-    if unhooked or any(result.status == "missing" for result in hooks):
-        return Run(outcome, seconds, pid, output, saw=saw, processes=processes, hooks=hooks, unhooked=unhooked)
-    shutil.rmtree(directory)
-    return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=hooks)
+    hooks = [_result(expected, run.processes) for expected in expectations(manifest, disabled, facts)]
+    run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, facts))
+    if not has_error(check_run(run)):
+        shutil.rmtree(directory)
+    return run
 
 
 def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookResult:
@@ -368,7 +335,7 @@ def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookRes
 
 def check_run(run: Run) -> list[Finding]:
     """Check that every expected hook fired in every process of its role."""
-    if run.outcome != FINISHED:
+    if run.ended.failure:
         return [_broken(run)]
     findings = [_missing(run, result) for result in run.hooks if result.status == "missing"]
     if run.unhooked:
@@ -386,16 +353,15 @@ def check_run(run: Run) -> list[Finding]:
 
 
 def _broken(run: Run) -> Finding:
-    how = "did not finish in time" if run.outcome == TIMED_OUT else "failed"
     return Finding(
         CHECK,
         Status.ERROR,
-        f"the engine {how}, after {run.seconds:.0f} s",
-        (f"its whole output: {run.output}",),
+        f"the engine {run.ended.failure}, after {run.seconds:.0f} s",
+        (f"its whole output: {run.ended.log}",),
         (
             "see the end of its output above",
             "check whether vLLM runs here without the overlay: run the same command with UCM_DISABLE_PATCHES=1",
-            *(["give it more time: ucm doctor --run --timeout SECONDS"] if run.outcome == TIMED_OUT else []),
+            *(["give it more time: ucm doctor --run --timeout SECONDS"] if run.ended.outcome == TIMED_OUT else []),
         ),
     )
 
@@ -415,7 +381,7 @@ def _missing(run: Run, result: HookResult) -> Finding:
         places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
         times = f"{min(result.fired.values())} of at least {least} times"
         what = f"{', '.join(places)}: {hook.name} fired {times}"
-    log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.output}"
+    log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.ended.log}"
     return Finding(CHECK, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
 
 
@@ -430,9 +396,8 @@ def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding
     from ucm.config.load import check_connector_config  # noqa: PLC0415 - it needs pydantic
     from ucm.sparse.factory import method_class  # noqa: PLC0415 - as above
 
-    extra = {FILE_KEY: str(file.absolute())}
-    blend = check_connector_config(extra, make=False)[0].blend
-    sparse = sparse_method_config(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)))
+    blend = check_connector_config({FILE_KEY: str(file.absolute())}, make=False)[0].blend
+    sparse = method_of_file(file)
     if blend is None and sparse is None:
         return []
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
@@ -440,22 +405,20 @@ def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding
     store = {"pipeline": "Posix", "directories": [str(directory / "store")]}
     if blend is not None:
         name = "BlendConnector"
-        given = blend.model_dump(mode="json")
-        own = {"kv_connector_extra_config": {"store": store, "blend": given}}
-        plan |= {"engine": {"kv_transfer_config": CONNECTOR | own}, "min_tokens": blend.min_tokens}
+        transfer = connector({"store": store, "blend": blend.model_dump(mode="json")}, name)
+        plan |= {"engine": {"kv_transfer_config": transfer}, "min_tokens": blend.min_tokens}
     elif sparse is not None:
         name, options = sparse
         kind = method_class(name).options_type
         if kind is not None and "store" in kind.model_fields:
             options = {**(options or {}), "store": store}
         plan |= {"engine": {"additional_config": {KEY: {name: options}}}}
-    outcome, _ = run_child(ENGINE, directory, plan, timeout)
-    if outcome != FINISHED:
-        how = "did not finish in time" if outcome == TIMED_OUT else "failed"
-        details = (*tail_of(directory)[-SHOWN:], f"its whole output: {directory / LOG}")
+    ended = run_child(ENGINE, directory, plan, timeout)
+    if ended.failure:
+        details = (*ended.tail[-SHOWN:], f"its whole output: {ended.log}")
         todo = f"see the end of the engine's output beside '{TRIAL}'"
-        return [Finding(TRIAL, Status.ERROR, f"an engine with {name} {how}", details, (todo,))]
-    saw = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        return [Finding(TRIAL, Status.ERROR, f"an engine with {name} {ended.failure}", details, (todo,))]
+    (saw,) = ended.results()
     shutil.rmtree(directory)
     return [_of_blending(saw) if blend is not None else _of_method(name, saw["workers"][0])]
 

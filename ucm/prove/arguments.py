@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ucm.engine_process import check_model
+from ucm.engine_process import model_config
 from ucm.errors import UcmError, meant
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ def engine_arguments(request: Request) -> dict[str, Any]:
     Raises:
         UcmError: The model does not exist, is too short, or an argument is one that the proof sets itself.
     """
-    check_model(request.model)
+    sections = model_config(request.model)
     taken = sorted(OWN & set(request.engine))
     if taken:
         raise UcmError(f"`ucm prove` sets {taken[0]} itself", where="--engine-args", fix="leave it out")
     if request.dtype and "dtype" in request.engine:
         raise UcmError("the data type is given twice", where="--engine-args: dtype", fix="leave one of the two out")
     wanted = request.longest + ROOM
-    longest = min(wanted, _longest_context(request.model), int(request.engine.get("max_model_len", wanted)))
+    longest = min(wanted, _longest_context(sections), int(request.engine.get("max_model_len", wanted)))
     if longest < 2 * ROOM:
         raise UcmError(
             f"the model's context of {longest} tokens is too short for a proof",
@@ -82,14 +82,7 @@ def engine_arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def _longest_context(model: Path) -> int:
-    config = model / "config.json"
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UcmError(f"the model's configuration cannot be read: {error}", where=str(config)) from error
-    text = found.get("text_config") if isinstance(found, dict) else None
-    sections = [one for one in (found, text) if isinstance(one, dict)]
+def _longest_context(sections: Sequence[Mapping[str, Any]]) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
     values = [one[name] for one in sections for name in names if isinstance(one.get(name), int) and one[name] > 0]
     return min(values, default=1 << 30)

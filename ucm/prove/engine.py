@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ucm
+from ucm import engine as short_engine
 from ucm.compat import optional
-from ucm.doctor.engine_run import PREEMPTIONS, counters_of
-from ucm.engine_process import WORKER_FACTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,26 +41,14 @@ KINDS = 64
 _NUMBERS = itertools.count()
 
 
-class Engine:
-    """One vLLM engine.
-
-    Args:
-        plan: ``model``, ``load_format`` and ``engine``, further arguments of vLLM's ``LLM``.
-    """
-
-    def __init__(self, plan: dict[str, Any]) -> None:
-        from vllm import LLM, SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
-
-        given = {"load_format": plan["load_format"], "worker_extension_cls": WORKER_FACTS, **plan["engine"]}
-        self._llm = LLM(model=plan["model"], **given)
-        self._engine = self._llm.llm_engine
-        self._params = SamplingParams
+class Engine(short_engine.Engine):
+    """One engine of a proof."""
 
     def about(self) -> dict[str, Any]:
         """Return what runs: the workers' facts, the data type, the longest context and the size of the vocabulary."""
-        model = self._engine.vllm_config.model_config
+        model = self.llm.llm_engine.vllm_config.model_config
         return {
-            "workers": self._llm.collective_rpc("ucm_facts"),
+            "workers": self.workers("ucm_facts"),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": int(model.max_model_len),
             "vocabulary": int(model.get_vocab_size()),
@@ -79,21 +66,21 @@ class Engine:
             For each request its ``tokens``, the ``logprobs`` of the likeliest tokens at each position, the ``cached``
             tokens of its prompt, and the seconds to its first token, ``first_s``.
         """
-        params = self._params(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=TOP)
+        engine, params = self.llm.llm_engine, self.params(count, logprobs=TOP)
         answers: dict[str, dict[str, Any]] = {}
         began = time.perf_counter()
         for prompt in prompts:
             name = f"ucm-prove-{next(_NUMBERS)}"
-            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
             answers[name] = {"tokens": [], "logprobs": [], "cached": 0, "first_s": None}
         names = list(answers)
         ends = {names[request]: 3 + 2 * order for order, request in enumerate(aborted)}
         for step in itertools.count():
             if due := [name for name, last in ends.items() if last == step]:
-                self._engine.abort_request(due)
-            if not self._engine.has_unfinished_requests():
+                engine.abort_request(due)
+            if not engine.has_unfinished_requests():
                 return list(answers.values())
-            for output in self._engine.step():
+            for output in engine.step():
                 _take(answers[output.request_id], output, time.perf_counter() - began)
         raise AssertionError("count() does not end")
 
@@ -104,7 +91,7 @@ class Engine:
             RuntimeError: It could not be emptied.
         """
         for _ in range(20):
-            if self._llm.reset_prefix_cache() is not False:
+            if self.llm.reset_prefix_cache() is not False:
                 return
             time.sleep(LOOK)  # until blocks that are still being saved are free
         raise RuntimeError("vLLM's own prefix cache could not be emptied")
@@ -122,18 +109,13 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Return the preemptions that vLLM has counted, and the blocks that failed and bytes that moved in UCM."""
-        found: dict[str, float] = {"preemptions": counters_of(self._llm).get(PREEMPTIONS, 0)}
+        found: dict[str, float] = {"preemptions": self.vllm_counters().get(short_engine.PREEMPTIONS, 0)}
         for family in import_module("prometheus_client").REGISTRY.collect():
             for sample in family.samples:
                 if sample.name in {"ucm:failures_total", "ucm:load_bytes_total", "ucm:save_bytes_total"}:
                     name = sample.name.removeprefix("ucm:").removesuffix("_total")
                     found[name] = found.get(name, 0) + sample.value
         return found
-
-    def method(self) -> dict[str, Any]:
-        """Return which sparse method runs in the first worker, and what it has counted; see `WorkerFacts`."""
-        workers: list[dict[str, Any]] = self._llm.collective_rpc("ucm_method")
-        return workers[0]
 
 
 def _take(answer: dict[str, Any], output: Any, seconds: float) -> None:
@@ -222,13 +204,14 @@ def main() -> None:
     if "tier" in plan:
         Path(sys.argv[2]).write_text(json.dumps(measure(plan)), encoding="utf-8")
         return
+    engine = Engine(plan["model"], **{"load_format": plan["load_format"], **plan["engine"]})
     with Path(sys.argv[2]).open("a", encoding="utf-8", buffering=1) as result:
-        run(plan, Engine(plan), lambda told: _append(result, told), lambda: plan["seconds"] - time.monotonic() + began)
-
-
-def _append(result: Any, told: dict[str, Any]) -> None:
-    result.write(json.dumps(told) + "\n")
-    result.flush()
+        run(
+            plan,
+            engine,
+            lambda told: print(json.dumps(told), file=result),
+            lambda: plan["seconds"] - time.monotonic() + began,
+        )
 
 
 def run(
@@ -274,7 +257,7 @@ def run(
         rise = {name: value - before.get(name, 0) for name, value in engine.counters().items()}
         tell({"phase": phase["name"], "answers": answers, "seconds": seconds, "counters": rise})
     if plan.get("sparse"):
-        tell({"method": engine.method()})
+        tell({"method": engine.workers("ucm_method")[0]})
 
 
 def _speeds(engine: Any, length: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ucm.engine_process import FINISHED, LOG, RESULT, TIMED_OUT, prepare_model, read_output, run_child, tail_of
+from ucm.engine_process import FAILED, TIMED_OUT, Ended, connector, prepare_model, run_child
 from ucm.integration.vllm.sparse.config import KEY
 from ucm.prove.arguments import engine_arguments, full_budget, pool_size
 from ucm.prove.engine import SLICES
@@ -26,14 +26,9 @@ if TYPE_CHECKING:
     from ucm.prove.arguments import Request
     from ucm.prove.store import ProofStore
 
-    RunChild = Callable[[str, Path, Mapping[str, Any], float, Mapping[str, str] | None], tuple[str, int]]
+    RunChild = Callable[[str, Path, Mapping[str, Any], float, Mapping[str, str] | None], Ended]
 
 ENGINE = "ucm.prove.engine"
-CONNECTOR = {
-    "kv_connector": "UCMConnector",
-    "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
-    "kv_role": "kv_both",
-}
 #: A plain engine uses as many threads as one with a connector, for which vLLM would reserve one more.
 ENVIRONMENT = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
 #: The most of the remaining time that the plain engine may take, and the first one with UCM, and one before the last.
@@ -105,7 +100,7 @@ class EngineRun:
     Attributes:
         about: What ran; empty if it did not start.
         phases: By name.
-        method: The sparse method that ran, and what it counted; see `ucm.doctor.engine_run.WorkerFacts.ucm_method`.
+        method: The sparse method that ran, and what it counted; see `ucm.engine.WorkerFacts.ucm_method`.
         prompts: The prompts that it made.
         reason: Why its remaining phases were not run; empty if all were.
         tail: The end of its output if it failed.
@@ -123,6 +118,16 @@ class EngineRun:
         """How it computes: the model runner, the attention back ends and the graph mode."""
         workers = self.about.get("workers") or [{}]
         return tuple(str(workers[0].get(name)) for name in ("runner", "attention", "graphs"))
+
+    def read(self, ended: Ended) -> None:
+        """Read what the engine reported, as far as it came."""
+        for told in ended.results():
+            if "phase" in told:
+                self.phases[told["phase"]] = Phase.of(told)
+            else:
+                self.about = told.get("about", self.about)
+                self.prompts = told.get("prompts", self.prompts)
+                self.method = told.get("method", self.method)
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,7 @@ class _Prover:
         longest = arguments["max_model_len"]
         if groups:
             arguments.setdefault("num_gpu_blocks_override", pool_size(plain.prompts, groups, longest))
-        transfer = {"kv_transfer_config": {**CONNECTOR, "kv_connector_extra_config": dict(self._store.extra)}}
+        transfer = {"kv_transfer_config": connector(self._store.extra)}
         first = self._engine("first", FIRST_PHASES, arguments | transfer, FIRST_SHARE)
         if first.phases:
             share = RESTART_SHARE if self._request.sparse else 1.0
@@ -330,18 +335,16 @@ class _Prover:
             "engines": len(_ENGINES) - (self._request.sparse is None),
             "seconds": self._left() - FOR_TIERS,
         }
-        output: list[str] = []
+        ended = Ended(FAILED, directory)
         try:
-            outcome, _ = self._run(ENGINE, directory, plan, seconds, ENVIRONMENT)
+            ended = self._run(ENGINE, directory, plan, seconds, ENVIRONMENT)
         finally:  # what it stored on servers is deleted even if it was interrupted
-            _read_result(directory / RESULT, found)
-            if (directory / LOG).exists():
-                output = read_output(directory)
-            self._store.namespaces |= {match[1] for line in output if (match := _NAMESPACE.search(line))}
-        if outcome == TIMED_OUT:
+            found.read(ended)
+            self._store.namespaces |= {match[1] for line in ended.lines if (match := _NAMESPACE.search(line))}
+        if ended.outcome == TIMED_OUT:
             found.reason = f"it did not fit into the {seconds:.0f} s that it had: give more --minutes"
-        elif outcome != FINISHED:
-            found.reason, found.tail = why(output), tail_of(directory)
+        elif ended.failure:
+            found.reason, found.tail = why(ended.lines), ended.tail
         return found
 
     def _row(
@@ -405,12 +408,12 @@ class _Prover:
         self._say(f"ucm: the tier {tier}, at most {seconds:.0f} s …")
         blocks = max(4, min(TIER_BLOCKS, TIER_BYTES // nbytes))
         plan = {"tier": str(file), "block": nbytes, "blocks": blocks, "rounds": TIER_ROUNDS}
-        outcome, _ = self._run(ENGINE, directory, plan, seconds, {})
-        if outcome == TIMED_OUT:
+        ended = self._run(ENGINE, directory, plan, seconds, {})
+        if ended.outcome == TIMED_OUT:
             return [Speed(tier, reason=f"it was not measured within {seconds:.0f} s: give more --minutes")]
-        if outcome != FINISHED:
-            return [Speed(tier, reason=why(read_output(directory)).removeprefix("vLLM failed: "))]
-        rates = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        if ended.failure:
+            return [Speed(tier, reason=why(ended.lines).removeprefix("vLLM failed: "))]
+        (rates,) = ended.results()
         return [
             Speed(tier, operation, rates[operation], rates[plain], plain)
             for operation, plain in LIMITS.get(tier, OF_FILES).items()
@@ -424,22 +427,6 @@ _ENGINES = {
     "restart": "another engine with UCM, as after a restart",
     SPARSE: "an engine with the sparse method",
 }
-
-
-def _read_result(file: Path, found: EngineRun) -> None:
-    """Read what an engine reported, as far as it came."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    for line in lines:
-        try:
-            told = json.loads(line)
-        except ValueError:
-            break  # it was ended while it wrote
-        if "phase" in told:
-            found.phases[told["phase"]] = Phase.of(told)
-        else:
-            found.about = told.get("about", found.about)
-            found.prompts = told.get("prompts", found.prompts)
-            found.method = told.get("method", found.method)
 
 
 def _has_loaded(phase: Phase, own: int | None) -> bool:

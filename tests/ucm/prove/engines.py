@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.engine_process import FINISHED, LOG, RESULT
+from ucm.engine_process import FINISHED, LOG, RESULT, Ended
 from ucm.prove.run import ENGINE
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Engines:
 
     def __call__(
         self, module: str, directory: Path, plan: Mapping[str, Any], timeout: float, environment: object
-    ) -> tuple[str, int]:
+    ) -> Ended:
         assert module == ENGINE
         name = directory.name
         self.plans[name], self.seconds[name] = plan, timeout
@@ -81,7 +81,7 @@ class Engines:
         (directory / LOG).write_text(output, encoding="utf-8")
         if name.startswith("tier-"):
             (directory / RESULT).write_text(json.dumps(RATES), encoding="utf-8")
-            return outcome, 1
+            return Ended(outcome, directory)
         parts: list[dict[str, Any]] = [{"about": {"workers": [WORKER], "dtype": "bfloat16", "versions": {"vllm": "9"}}}]
         if name == "plain":
             parts.append({"prompts": PROMPTS})
@@ -95,4 +95,4 @@ class Engines:
         if plan["sparse"]:
             lines.append({"method": {"method": "BlockTopK", "figures": {"requests.restricted": 0}}})
         (directory / RESULT).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-        return outcome, 1
+        return Ended(outcome, directory)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.prove.engines import GROUPS, PROMPTS, Engines
-from ucm.engine_process import FAILED, TIMED_OUT
+from ucm.engine_process import FAILED, TIMED_OUT, Ended
 from ucm.errors import ConfigError, UcmError
 from ucm.prove.arguments import Request, full_budget, parse_sparse, pool_size
 from ucm.prove.judge import Verdict
@@ -173,7 +173,7 @@ def test_another_graph_mode_makes_requests_alone_comparable_as_batches_only(mode
                 one["answers"][0] = {**one["answers"][0], "tokens": [0, 50], "logprobs": other}
 
     class Other(Engines):
-        def __call__(self, module: str, directory: Path, *rest: Any) -> tuple[str, int]:
+        def __call__(self, module: str, directory: Path, *rest: Any) -> Ended:
             found = super().__call__(module, directory, *rest)
             file = directory / "result.json"
             if directory.name == "first":
@@ -224,13 +224,13 @@ def test_no_engine_is_started_when_the_time_is_over(model: Path) -> None:
 
 def test_what_was_done_before_the_time_was_over_is_judged(model: Path) -> None:
     class Late(Engines):
-        def __call__(self, module: str, directory: Path, *rest: Any) -> tuple[str, int]:
-            super().__call__(module, directory, *rest)
+        def __call__(self, module: str, directory: Path, *rest: Any) -> Ended:
+            found = super().__call__(module, directory, *rest)
             if directory.name != "first":
-                return "finished", 1
+                return found
             file = directory / "result.json"
             file.write_text("\n".join(file.read_text().splitlines()[:3]) + '\n{"phase": "res')
-            return TIMED_OUT, 1
+            return Ended(TIMED_OUT, directory)
 
     found = proof(model, Late())
     assert verdicts(found)["one at a time, cold"] is Verdict.SAME
@@ -266,7 +266,7 @@ def test_what_an_interrupted_engine_stored_on_a_server_is_deleted(
     monkeypatch.setattr(ProofStore, "remove", remove)
 
     class Interrupted(Engines):
-        def __call__(self, module: str, directory: Path, *rest: Any) -> tuple[str, int]:
+        def __call__(self, module: str, directory: Path, *rest: Any) -> Ended:
             found = super().__call__(module, directory, *rest)
             if directory.name == "first":
                 (directory / "output.log").write_text("INFO [UCM.Connector] namespace model-1, 1 store to look up\n")
@@ -309,7 +309,7 @@ def test_a_sparse_method_gets_a_full_budget(model: Path) -> None:
 
 def test_a_method_that_left_something_out_is_not_judged(model: Path) -> None:
     class Restricting(Engines):
-        def __call__(self, module: str, directory: Path, *rest: Any) -> tuple[str, int]:
+        def __call__(self, module: str, directory: Path, *rest: Any) -> Ended:
             found = super().__call__(module, directory, *rest)
             file = directory / "result.json"
             file.write_text(file.read_text().replace('"requests.restricted": 0', '"requests.restricted": 4'))
@@ -324,7 +324,7 @@ def test_a_method_that_did_not_run_is_not_judged(model: Path) -> None:
     """Without an overlay vLLM ignores the setting, and its dense answers would prove nothing."""
 
     class Ignoring(Engines):
-        def __call__(self, module: str, directory: Path, *rest: Any) -> tuple[str, int]:
+        def __call__(self, module: str, directory: Path, *rest: Any) -> Ended:
             found = super().__call__(module, directory, *rest)
             file = directory / "result.json"
             file.write_text(file.read_text().replace('"method": "BlockTopK"', '"method": ""'))
@@ -367,7 +367,7 @@ def test_what_is_no_method(text: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        ({"model": Path("/nowhere")}, "this directory contains no model"),
+        ({"model": Path("/nowhere")}, "/nowhere/config.json cannot be read"),
         ({"engine": {"kv_transfer_config": {}}}, "sets kv_transfer_config itself"),
         ({"engine": {"dtype": "float16"}, "dtype": "float32"}, "the data type is given twice"),
         ({"engine": {"max_model_len": 100}}, "is too short for a proof"),
@@ -391,7 +391,7 @@ def test_wrong_settings(model: Path, tmp_path: Path) -> None:
 
 def test_a_models_configuration_that_cannot_be_read(model: Path) -> None:
     (model / "config.json").write_text("{")
-    with pytest.raises(UcmError, match="configuration cannot be read"):
+    with pytest.raises(UcmError, match=r"config\.json is not JSON"):
         proof(model, Engines())
 
 

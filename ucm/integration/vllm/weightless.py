@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
-from ucm.engine_process import check_model
+from ucm.engine_process import connector, model_config
 from ucm.errors import UcmError
 from ucm.hashing.rank_geometry import rank_tag, rank_tags
 from ucm.hashing.request_hasher import RequestHasher
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockGeometry
 
-CONNECTOR_MODULE = "ucm.integration.vllm.ucm_connector"
 #: Our name among vLLM's ``--load-format`` values.
 LOAD_FORMAT = "ucm_weightless"
 #: Blocks of the KV cache; nothing runs in it.
@@ -130,7 +129,7 @@ def describe_engine(
         UcmError: vLLM is not installed, refuses the model or the arguments, or runs on another device; or the engine
             would store nothing.
     """
-    check_model(model)
+    model_config(model)
     config = _engine_config(model, extra_config, engine_args or {})
     kind = str(config.device_config.device_type)
     if device is not None and device != kind:
@@ -165,12 +164,7 @@ def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Ma
             where="engine arguments",
             fix="write vLLM's options with underscores and without dashes in front, for instance max_model_len",
         )
-    transfer = {
-        "kv_connector": "UCMConnector",
-        "kv_role": "kv_both",
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_connector_extra_config": dict(extra_config),
-    }
+    transfer = connector(extra_config)
     arguments = {name: value for name, value in SMALL.items() if name in known}
     try:
         made = EngineArgs(**{**arguments, **engine_args, "model": str(model), "kv_transfer_config": transfer})

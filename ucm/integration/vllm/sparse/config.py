@@ -8,6 +8,7 @@ a connector, ``--additional-config '{"ucm_sparse_config": {…}}'``. If several 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
@@ -15,6 +16,7 @@ from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 KEY = "ucm_sparse_config"
 #: The key, beside `KEY` in ``--additional-config``, of connectors for which the operator vouches; see `.sharing`.
@@ -52,6 +54,12 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
             fix="remove all but one",
         )
     return methods[0] if methods else None
+
+
+def method_of_file(file: Path) -> tuple[str, dict[str, Any]] | None:
+    """Return the sparse method that a connector's settings file names, or None; see `sparse_method_config`."""
+    transfer = SimpleNamespace(kv_connector_extra_config={FILE_KEY: str(file.absolute())})
+    return sparse_method_config(SimpleNamespace(kv_transfer_config=transfer))
 
 
 def _of_connectors(place: str, extra: object) -> Iterator[tuple[str, object]]:
