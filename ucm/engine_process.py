@@ -12,13 +12,13 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping
 
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
 PLAN, RESULT, LOG = "plan.json", "result.json", "output.log"
@@ -186,6 +186,17 @@ def run_child(
     finally:
         if child is not None:
             _end(child)
+
+
+def run_plan(run: Callable[[dict[str, Any], Callable[[Any], None]], None]) -> None:
+    """Be a child of `run_child`.
+
+    Args:
+        run: Takes the plan, and a function that takes each part of the result; what was told is kept, whatever follows.
+    """
+    plan, result = map(Path, sys.argv[1:3])
+    with result.open("a", encoding="utf-8", buffering=1) as file:
+        run(json.loads(plan.read_text(encoding="utf-8")), lambda told: print(json.dumps(told), file=file))
 
 
 @contextmanager

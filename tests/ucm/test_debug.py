@@ -248,7 +248,6 @@ def test_a_failed_round_trip_is_an_exit_code(
         (("--tokens", "{}"), "is not a JSON list of token ids"),
         (("--tokens", "nothing"), "cannot read the file with token ids"),
         (("--prompt", "hello"), "cannot tokenize the prompt"),
-        (("--blocks", "0"), "--blocks is 0"),
     ],
 )
 def test_a_wrong_option_is_one_error(
@@ -272,11 +271,12 @@ def test_wrong_settings_or_a_wrong_model_are_one_error(
     assert "no.yaml" in err
     code, _, err = run(capsys, "--config", file, "--model", tmp_path)
     assert (code, err.count("ucm: ")) == (2, 1)
-    assert "it has no config.json" in err
-    with pytest.raises(SystemExit) as ended:
-        run(capsys, "--config", file, "--model", tmp_path, "--engine-args", "[]")
-    assert ended.value.code == 2
-    assert "write a JSON object" in capsys.readouterr().err
+    assert "config.json cannot be read" in err
+    for option, value, said in (("--engine-args", "[]", "write a JSON object"), ("--blocks", "0", "at least 1")):
+        with pytest.raises(SystemExit) as ended:
+            run(capsys, "--config", file, "--model", tmp_path, option, value)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
     with pytest.raises(ConfigError):
         open_connector({"store": {}}, tmp_path)
 

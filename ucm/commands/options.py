@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ucm.errors import UcmError
 from ucm.logger import LEVEL_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 
 def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
@@ -30,13 +31,47 @@ def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) ->
     prompt.add_argument(
         "--tokens", type=Path, metavar="FILE", help="look up the prompt whose token ids this JSON file lists"
     )
-    parser.add_argument(
-        "--engine-args",
-        type=engine_args,
-        default={},
-        metavar="JSON",
-        help='other engine arguments, for instance \'{"dtype": "float16"}\'; some of them change the namespace',
-    )
+    add_engine_args(parser, '{"dtype": "float16"}', "; some of them change the namespace")
+
+
+def add_engine_args(parser: argparse.ArgumentParser, example: str, more: str = "") -> None:
+    """Add the option ``--engine-args``, whose help gives an example."""
+    help_ = f"the engine's other arguments, for instance '{example}'{more}"
+    parser.add_argument("--engine-args", type=engine_args, default={}, metavar="JSON", help=help_)
+
+
+def refuse_own(given: Mapping[str, Any], own: Collection[str], who: str) -> None:
+    """Refuse engine arguments that a command sets itself.
+
+    Raises:
+        UcmError: There is one.
+    """
+    if taken := sorted(set(own) & given.keys()):
+        raise UcmError(f"{who} sets {', '.join(taken)} itself", where="--engine-args", fix="leave it out")
+
+
+def positive(text: str) -> float:
+    """Return an argument that is a finite number above 0.
+
+    Raises:
+        ArgumentTypeError: It is not.
+    """
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return number
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number of at least so much."""
+
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return number
+
+    return whole_number
 
 
 def quieten() -> None:
@@ -77,9 +112,14 @@ def _read_tokens(file: Path) -> list[int]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UcmError(f"cannot read the file with token ids: {error}", where=f"--tokens {file}") from error
-    if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
+    if not is_tokens(found):
         raise UcmError("the file is not a JSON list of token ids", where=f"--tokens {file}", fix="write [1, 2, 3]")
     return found
+
+
+def is_tokens(found: object) -> TypeGuard[list[int]]:
+    """Return whether a JSON value is a list of token ids that is not empty."""
+    return isinstance(found, list) and bool(found) and all(type(one) is int and one >= 0 for one in found)
 
 
 def _tokenize(model: Path, text: str) -> list[int]:

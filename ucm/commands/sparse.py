@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import engine_args, quieten, write_lines
+from ucm.commands.options import add_engine_args, at_least, is_tokens, quieten, refuse_own, write_lines
 from ucm.compat import optional
 from ucm.engine import Engine
 from ucm.errors import UcmError
@@ -63,19 +63,13 @@ def add_parser(commands: Any) -> None:
         metavar="SHARE",
         help=f"shares of the context that a step may read (default: {' '.join(map(str, BUDGETS))})",
     )
-    probe.add_argument(
-        "--max-tokens", type=int, default=TOKENS, metavar="N", help=f"tokens to generate (default: {TOKENS})"
-    )
-    probe.add_argument(
-        "--every", type=int, default=EVERY, metavar="N", help=f"measure every Nth decode step (default: {EVERY})"
-    )
-    probe.add_argument(
-        "--engine-args",
-        type=engine_args,
-        default={},
-        metavar="JSON",
-        help="other engine arguments, for instance '{\"max_model_len\": 32768}'",
-    )
+    for name, default, what in (
+        ("--max-tokens", TOKENS, "tokens to generate"),
+        ("--every", EVERY, "measure every Nth decode step"),
+    ):
+        more = f"{what} (default: {default})"
+        probe.add_argument(name, type=at_least(1), default=default, metavar="N", help=more)
+    add_engine_args(probe, '{"max_model_len": 32768}')
     probe.add_argument("--json", action="store_true", help="print one JSON object; see docs/sparse_attention.md")
     probe.set_defaults(handle=handle)
 
@@ -87,14 +81,11 @@ def handle(options: argparse.Namespace) -> int:
         UcmError: An argument is wrong, the engine does not start, or the overlay is not active.
     """
     arguments = options.engine_args
-    if own := sorted(_OWN & arguments.keys()):
-        raise UcmError(f"the measurement sets {', '.join(own)} itself", where="--engine-args", fix="remove it")
+    refuse_own(arguments, _OWN, "the measurement")
     if arguments.get(_EAGER, True) is not True:
         raise UcmError(
             f"the measurement needs {_EAGER}: true", where="--engine-args", fix="remove it: that is what is set"
         )
-    if options.max_tokens < 1 or options.every < 1:
-        raise UcmError("--max-tokens and --every must be at least 1", fix="leave them out for the defaults")
     if not all(0 < share <= 1 for share in options.budgets):
         raise UcmError(
             f"--budgets must be shares of the context above 0 and at most 1, not {_spaced(options.budgets)}",
@@ -104,10 +95,7 @@ def handle(options: argparse.Namespace) -> int:
     quieten()
     reports, skipped = _measure(options, arguments, prompts)
     found = {"model": options.model, "prompts": len(prompts) - skipped, "skipped": skipped, **merged(reports)}
-    if options.json:
-        write_lines([json.dumps(found)])
-    else:
-        write_lines(lines_of(found))
+    write_lines([json.dumps(found)] if options.json else lines_of(found))
     return 0 if found["layers"] else 1
 
 
@@ -240,7 +228,7 @@ def _is_prompt(prompt: object) -> bool:
     text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if isinstance(text, str) and text:
         return True
-    return isinstance(tokens, list) and bool(tokens) and all(type(token) is int and token >= 0 for token in tokens)
+    return is_tokens(tokens)
 
 
 def _place(name: str) -> tuple[int, str]:

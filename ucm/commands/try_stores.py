@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import add_deployment, quieten, read_prompt, write_lines
-from ucm.errors import UcmError
+from ucm.commands.options import add_deployment, at_least, quieten, read_prompt, write_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -37,9 +36,8 @@ def add_parser(commands: Any) -> None:
     )
     add_deployment(parser, prompt_required=False)
     parser.add_argument("--device", metavar="TYPE", help="fail unless vLLM runs on this type of device, such as cuda")
-    parser.add_argument(
-        "--blocks", type=int, default=BLOCKS, metavar="N", help=f"test blocks per KV-cache group (default: {BLOCKS})"
-    )
+    more = f"test blocks per KV-cache group (default: {BLOCKS})"
+    parser.add_argument("--blocks", type=at_least(1), default=BLOCKS, metavar="N", help=more)
     parser.add_argument(
         "--profile",
         type=Path,
@@ -60,8 +58,6 @@ def handle(options: argparse.Namespace) -> int:
     quieten()
     from ucm.debug import open_connector  # noqa: PLC0415 - every ``ucm`` command imports this module
 
-    if options.blocks < 1:
-        raise UcmError(f"--blocks is {options.blocks}, but must be at least 1", fix="save and load at least one block")
     with open_connector(
         options.config, options.model, engine_args=options.engine_args, device=options.device
     ) as connector:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import say_aside, table, write_lines
+from ucm.commands.options import positive, say_aside, table, write_lines
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import how_to_install
 from ucm.doctor.report import Report, as_data, examine
@@ -18,6 +17,7 @@ from ucm.errors import UcmError
 from ucm.overlay.switches import disabled_groups
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from ucm.doctor.overlay_checks import ModuleState
@@ -136,7 +136,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive,
         metavar="S",
         help=f"with --run: stop the engine after S seconds (default: {DEFAULT_TIMEOUT:.0f})",
     )
@@ -177,10 +177,3 @@ def _run(report: Report, options: argparse.Namespace) -> Report:
 
         findings += try_settings(options.config, model, timeout)
     return report.with_findings(findings, run)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return seconds

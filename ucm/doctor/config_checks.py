@@ -5,7 +5,6 @@ The check creates nothing: the engine creates missing directories, as the user w
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -293,11 +292,11 @@ def check_connector(
         what = f"the connectors need {', '.join(missing)}"
         todo = f"{PIP} install {' '.join(NEEDS[name] for name in missing)}"
         return [Finding(CONNECTOR, Status.ERROR, what, todo=(todo,))]
-    methods = _methods(vllm)
-    if "get_num_new_matched_tokens" not in methods:
+    file_of_api = vllm.directory / API
+    if not file_of_api.is_file() or "def get_num_new_matched_tokens(" not in file_of_api.read_text(encoding="utf-8"):
         what = "this vLLM has no connector API that UCM's connectors support"
         status = Status.ERROR if file is not None else Status.WARNING
-        return [Finding(CONNECTOR, status, what, (str(vllm.directory / API),), ("use vLLM 0.9.1 or newer",))]
+        return [Finding(CONNECTOR, status, what, (str(file_of_api),), ("use vLLM 0.9.1 or newer",))]
     if broken:
         what = "UCM's connectors cannot run before the errors above are corrected"
         return [Finding(CONNECTOR, Status.WARNING, what)]
@@ -313,18 +312,3 @@ def _how_to_use(file: Path | None, settings: Sequence[Finding]) -> list[str]:
     name = "BlendConnector" if any(finding.check == BLENDING for finding in settings) else "UCMConnector"
     setting = connector(SMALL if file is None else {FILE_KEY: str(file.absolute())}, name)
     return [f"to use it: vllm serve MODEL --kv-transfer-config {shlex.quote(json.dumps(setting))}"]
-
-
-def _methods(vllm: Vllm) -> set[str]:
-    """Return the methods of vLLM's connector class, read from its source file."""
-    try:
-        tree = ast.parse((vllm.directory / API).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return set()
-    return {
-        node.name
-        for found in tree.body
-        if isinstance(found, ast.ClassDef) and found.name == "KVConnectorBase_V1"
-        for node in found.body
-        if isinstance(node, ast.FunctionDef)
-    }

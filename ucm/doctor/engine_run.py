@@ -9,13 +9,11 @@ The workers' facts determine which hooks could fire; the probe counts which did.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from ucm.engine import PREEMPTIONS, PREFIX_HITS, Engine
+from ucm.engine_process import run_plan
 
 #: Ten usable blocks: one request of full length fits even if a backend insists on blocks of 16 tokens, and the requests
 #: of the last round do not all fit even with blocks of 32.
@@ -39,13 +37,6 @@ ROOM = {"max_model_len": LONGEST, "max_num_batched_tokens": 512, "num_gpu_blocks
 ANSWER, BEFORE, ATTEMPTS = 32, 9, 20
 #: For each round, the requests as (length of the prompt, tokens to generate).
 ROUNDS = (((150, 4),), ((150, 4),), ((20, 90), (20, 90), (20, 90), (20, 90), (5, 30)))
-
-
-def main() -> None:
-    """Run the engine as planned."""
-    plan, result = (Path(argument) for argument in sys.argv[1:3])
-    told = json.loads(plan.read_text())
-    result.write_text(json.dumps(attempt(told) if "engine" in told else run(told)), encoding="utf-8")
 
 
 def run(plan: dict[str, Any]) -> dict[str, Any]:
@@ -117,4 +108,4 @@ def prompt(place: int, length: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    run_plan(lambda plan, tell: tell(attempt(plan) if "engine" in plan else run(plan)))

@@ -7,17 +7,15 @@ overlay's functions have been replaced by then.
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from contextlib import suppress
-from pathlib import Path
 
+from ucm.engine_process import run_plan
 from ucm.overlay.activation import boots, check_feature
 from ucm.overlay.finder import state
 
 
-def main() -> None:
-    """Load the plugins, check the functions, write the result."""
+def replaced() -> list[str]:
+    """Load the plugins, and return the functions that are replaced."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - in a process made for it
     from vllm.plugins import load_general_plugins  # noqa: PLC0415
 
@@ -28,9 +26,8 @@ def main() -> None:
         with suppress(ImportError):  # some modules need another platform
             importlib.import_module(name)
     groups = {group for manifest in manifests for group in manifest.needs}
-    found = [str(replacement) for replacement in check_feature(groups)]
-    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+    return [str(replacement) for replacement in check_feature(groups)]
 
 
 if __name__ == "__main__":
-    main()
+    run_plan(lambda _, tell: tell(replaced()))

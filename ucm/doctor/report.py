@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ucm
@@ -197,63 +197,40 @@ def as_data(report: Report) -> dict[str, Any]:
             "directory": str(runtime_directory()),
             "others": report.runtimes,
         },
-        "vllm": _vllm(report.vllm),
-        "overlays": [_overlay(overlay) for overlay in report.overlays],
+        "vllm": _vllm(report.vllm) if report.vllm else None,
+        "overlays": [
+            {
+                "version": overlay.version or None,
+                "release": overlay.manifest.release if overlay.manifest else None,
+                "directory": str(overlay.directory),
+            }
+            for overlay in report.overlays
+        ],
         "import_hook": {
             "position": report.hooks.position,
-            "ahead": list(report.hooks.ahead),
-            "others": list(report.hooks.others),
+            "ahead": report.hooks.ahead,
+            "others": report.hooks.others,
         },
-        "start_up_files": [
-            {"path": str(file.path), "touches_vllm": file.touches_vllm, "ours": file.ours} for file in report.files
-        ],
+        "start_up_files": [{**asdict(file), "path": str(file.path)} for file in report.files],
         "switches": report.switches,
-        "modules": [_module(state) for state in report.modules],
-        "findings": [
+        "modules": [
             {
-                "check": finding.check,
-                "status": finding.status.value,
-                "what": finding.what,
-                "details": list(finding.details),
-                "todo": list(finding.todo),
+                "name": state.module.name,
+                "group": state.module.group,
+                "upstream": state.upstream,
+                "rewritten": state.rewritten,
+                "disabled": state.disabled,
+                "loads": str(state.loads) if state.loads else None,
             }
-            for finding in report.findings
+            for state in report.modules
         ],
+        "findings": [{**asdict(finding), "status": finding.status.value} for finding in report.findings],
         "run": report.run.as_data() if report.run else None,
         "next": report.todo,
     }
 
 
-def _vllm(vllm: Vllm | None) -> dict[str, Any] | None:
-    if vllm is None:
-        return None
-    return {
-        "directory": str(vllm.directory),
-        "distribution": vllm.distribution or None,
-        "version": vllm.version or None,
-        "stated": vllm.stated or None,
-        "release": vllm.release,
-        "nearest": vllm.nearest or None,
-        "files": vllm.files,
-        "differing": list(vllm.differing),
-        "agree": vllm.agree,
-    }
-
-
-def _overlay(overlay: Overlay) -> dict[str, Any]:
-    return {
-        "version": overlay.version or None,
-        "release": overlay.manifest.release if overlay.manifest else None,
-        "directory": str(overlay.directory),
-    }
-
-
-def _module(state: ModuleState) -> dict[str, Any]:
-    return {
-        "name": state.module.name,
-        "group": state.module.group,
-        "upstream": state.upstream,
-        "rewritten": state.rewritten,
-        "disabled": state.disabled,
-        "loads": str(state.loads) if state.loads else None,
-    }
+def _vllm(vllm: Vllm) -> dict[str, Any]:
+    given = {name: value or None for name, value in asdict(vllm).items()}
+    own = {"directory": str(vllm.directory), "differing": vllm.differing}
+    return {**given, **own, "release": vllm.release, "agree": vllm.agree}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import refuse_own
 from ucm.engine_process import model_config
 from ucm.errors import UcmError, meant
 
@@ -57,9 +58,7 @@ def engine_arguments(request: Request) -> dict[str, Any]:
         UcmError: The model does not exist, is too short, or an argument is one that the proof sets itself.
     """
     sections = model_config(request.model)
-    taken = sorted(OWN & set(request.engine))
-    if taken:
-        raise UcmError(f"`ucm prove` sets {taken[0]} itself", where="--engine-args", fix="leave it out")
+    refuse_own(request.engine, OWN, "`ucm prove`")
     if request.dtype and "dtype" in request.engine:
         raise UcmError("the data type is given twice", where="--engine-args: dtype", fix="leave one of the two out")
     wanted = request.longest + ROOM

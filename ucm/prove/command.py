@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import signal
 import sys
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import engine_args, say_aside, write_lines
+from ucm.commands.options import add_engine_args, at_least, positive, say_aside, write_lines
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -49,13 +48,7 @@ def add_parser(commands: Any) -> None:
         help="the connector's settings; the proof's directories are beside or inside theirs (default: files in a "
         "temporary directory)",
     )
-    parser.add_argument(
-        "--engine-args",
-        type=engine_args,
-        default={},
-        metavar="JSON",
-        help="the engine's other arguments, for instance '{\"tensor_parallel_size\": 2}'",
-    )
+    add_engine_args(parser, '{"tensor_parallel_size": 2}')
     parser.add_argument(
         "--dtype", metavar="TYPE", help="the data type; float32 makes batches comparable (default: the model's)"
     )
@@ -67,14 +60,14 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--minutes",
-        type=_minutes,
+        type=positive,
         default=MINUTES,
         metavar="N",
         help=f"the time limit of everything (default: {MINUTES:.0f})",
     )
     parser.add_argument(
         "--tokens",
-        type=_tokens,
+        type=at_least(128),
         default=TOKENS,
         metavar="N",
         help=f"the longest prompt; shorter on a device that is slow for --minutes (default: {TOKENS})",
@@ -125,20 +118,6 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _minutes(text: str) -> float:
-    minutes = float(text)
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return minutes
-
-
-def _tokens(text: str) -> int:
-    tokens = int(text)
-    if tokens < 128:  # noqa: PLR2004 - of fewer, nothing would be a whole block
-        raise argparse.ArgumentTypeError("must be at least 128")
-    return tokens
 
 
 def _sparse(text: str) -> tuple[str, dict[str, Any]]:

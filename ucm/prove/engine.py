@@ -8,7 +8,6 @@ has ended. What was done before the time was over is kept.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ucm
 from ucm import engine as short_engine
 from ucm.compat import optional
+from ucm.engine_process import run_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -197,21 +197,14 @@ def lengths_for(seconds: float, rate: float, step: float, most: int, block: int)
     return least, ANSWER // 2
 
 
-def main() -> None:
+def main(plan: dict[str, Any], tell: Callable[[Any], None]) -> None:
     """Run the plan."""
     began = time.monotonic()
-    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "tier" in plan:
-        Path(sys.argv[2]).write_text(json.dumps(measure(plan)), encoding="utf-8")
+        tell(measure(plan))
         return
     engine = Engine(plan["model"], **{"load_format": plan["load_format"], **plan["engine"]})
-    with Path(sys.argv[2]).open("a", encoding="utf-8", buffering=1) as result:
-        run(
-            plan,
-            engine,
-            lambda told: print(json.dumps(told), file=result),
-            lambda: plan["seconds"] - time.monotonic() + began,
-        )
+    run(plan, engine, tell, lambda: plan["seconds"] - time.monotonic() + began)
 
 
 def run(
@@ -327,4 +320,4 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_plan(main)

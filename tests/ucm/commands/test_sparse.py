@@ -70,8 +70,6 @@ def test_a_file_that_holds_no_prompts_is_one_error(tmp_path: Path, content: str,
     [
         (["--budgets", "10"], "--budgets must be shares of the context above 0 and at most 1, not 10.0"),
         (["--budgets", "0.1", "0"], "not 0.1 0.0"),
-        (["--max-tokens", "0"], "--max-tokens and --every must be at least 1"),
-        (["--every", "0"], "--max-tokens and --every must be at least 1"),
         (["--engine-args", '{"worker_extension_cls": "a", "model": "a"}'], "sets model, worker_extension_cls itself"),
         (["--engine-args", '{"enforce_eager": false}'], "the measurement needs enforce_eager: true"),
         (["--prompts", "missing.jsonl"], "the file with prompts cannot be read"),
@@ -84,12 +82,20 @@ def test_a_wrong_argument_is_one_error(
     assert (code, what in (told := capsys.readouterr()).err) == (cli.USAGE, True), told.err
 
 
-@pytest.mark.parametrize(("given", "what"), [("{", "not JSON"), ("[]", "write a JSON object")])
-def test_engine_arguments_are_a_json_object(
-    prompts: Path, capsys: pytest.CaptureFixture[str], given: str, what: str
+@pytest.mark.parametrize(
+    ("option", "given", "what"),
+    [
+        ("--engine-args", "{", "not JSON"),
+        ("--engine-args", "[]", "write a JSON object"),
+        ("--max-tokens", "0", "argument --max-tokens: must be at least 1"),
+        ("--every", "0", "argument --every: must be at least 1"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(
+    prompts: Path, capsys: pytest.CaptureFixture[str], option: str, given: str, what: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["sparse", "probe", "--model", "model", "--prompts", str(prompts), "--engine-args", given])
+        cli.main(["sparse", "probe", "--model", "model", "--prompts", str(prompts), option, given])
     assert (ended.value.code, what in capsys.readouterr().err) == (cli.USAGE, True)
 
 
