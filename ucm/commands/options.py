@@ -136,10 +136,15 @@ def _tokenize(model: Path, text: str) -> list[int]:
     return found
 
 
-def write_lines(lines: Iterable[str]) -> None:
-    """Write lines to standard output at once."""
+def say(lines: Iterable[str]) -> None:
+    """Write a result's lines to standard output at once."""
     sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.stdout.flush()
+
+
+def say_json(data: Any) -> None:
+    """Write a result for a program; its paths may be in any encoding."""
+    say([json.dumps(data, indent=1)])
 
 
 def say_aside(line: str) -> None:
@@ -163,3 +168,8 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def many(number: int, one: str, more: str) -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {one if number == 1 else more}"

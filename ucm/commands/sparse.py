@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import add_engine_args, at_least, is_tokens, quieten, refuse_own, write_lines
+from ucm.commands.options import add_engine_args, at_least, is_tokens, quieten, refuse_own, say, say_json
 from ucm.compat import optional
 from ucm.engine import Engine
 from ucm.errors import UcmError
@@ -95,7 +95,10 @@ def handle(options: argparse.Namespace) -> int:
     quieten()
     reports, skipped = _measure(options, arguments, prompts)
     found = {"model": options.model, "prompts": len(prompts) - skipped, "skipped": skipped, **merged(reports)}
-    write_lines([json.dumps(found)] if options.json else lines_of(found))
+    if options.json:
+        say_json(found)
+    else:
+        say(lines_of(found))
     return 0 if found["layers"] else 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import add_deployment, at_least, quieten, read_prompt, write_lines
+from ucm.commands.options import add_deployment, at_least, quieten, read_prompt, say
 
 if TYPE_CHECKING:
     import argparse
@@ -61,16 +61,16 @@ def handle(options: argparse.Namespace) -> int:
     with open_connector(
         options.config, options.model, engine_args=options.engine_args, device=options.device
     ) as connector:
-        write_lines(_about(connector))
+        say(_about(connector))
         token_ids = _prompt(options, connector)
         with connector.profile(options.profile) if options.profile is not None else nullcontext():
             found = [connector.lookup(token_ids) for _ in range(LOOKUPS)]
             trips = connector.roundtrip(options.blocks, LOADS)
-        write_lines(_lookups(found, given=options.prompt is not None or options.tokens is not None))
+        say(_lookups(found, given=options.prompt is not None or options.tokens is not None))
         for trip in trips:
-            write_lines(_trip(trip))
+            say(_trip(trip))
         if options.profile is not None:
-            write_lines([f"trace        {options.profile}"])
+            say([f"trace        {options.profile}"])
     return int(any(trip.problems for trip in trips))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import positive, say_aside, table, write_lines
+from ucm.commands.options import positive, say, say_aside, say_json, table
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import how_to_install
 from ucm.doctor.report import Report, as_data, examine
@@ -156,7 +155,10 @@ def handle(options: argparse.Namespace) -> int:
     report = examine(options.config, options.model)
     if options.run:
         report = _run(report, options)
-    write_lines([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])
+    if options.json:
+        say_json(as_data(report))
+    else:
+        say([render(report, colour=wants_colour())])
     return int(has_error(report.findings))
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import many
 from ucm.doctor.findings import Finding, Status, has_error
 from ucm.engine_process import connector, model_config
 from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
@@ -106,8 +107,7 @@ def _check_memory(config: ConnectorConfig) -> list[Finding]:
     root = config.store.dram_directory
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
         return []
-    from ucm.commands.store.text import many  # noqa: PLC0415 - few configurations need it, and what it needs
-    from ucm.config.settings import format_size  # noqa: PLC0415 - likewise
+    from ucm.config.settings import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
     from ucm.store.inspection import take_stock_of_memory  # noqa: PLC0415 - likewise
     from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - likewise
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import add_engine_args, at_least, positive, say_aside, write_lines
+from ucm.commands.options import add_engine_args, at_least, positive, say, say_aside, say_json
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -105,7 +104,10 @@ def handle(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("ucm: interrupted; the engines are ended, and their store is deleted\n")
         return INTERRUPTED
-    write_lines([json.dumps(as_data(proof), indent=1)] if options.json else render(proof))
+    if options.json:
+        say_json(as_data(proof))
+    else:
+        say(render(proof))
     return proof.code
 
 

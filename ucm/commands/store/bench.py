@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import table
+from ucm.commands.options import say, say_json, table
 from ucm.commands.store.places import read_store_settings
-from ucm.commands.store.text import progress, say, say_json
+from ucm.commands.store.text import progress
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError, UcmError
 from ucm.store.advice import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from ucm.commands.options import many, say, say_json
 from ucm.commands.store.lookup import described_prompt
-from ucm.commands.store.text import many, say, say_json
 from ucm.debug import block_keys
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucm.commands.options import table
+from ucm.commands.options import many, say, say_json, table
 from ucm.commands.store.places import Directory, Places, find_places
-from ucm.commands.store.text import many, progress, say, say_json
+from ucm.commands.store.text import progress
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.inspection import damaged_files, left_behind, side_files, stored_blocks

@@ -6,8 +6,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
+from ucm.commands.options import many, say, say_json
 from ucm.commands.store.lookup import described_prompt
-from ucm.commands.store.text import iso, many, say, say_json
+from ucm.commands.store.text import iso
 from ucm.debug import block_keys
 from ucm.errors import UcmError
 from ucm.store.factory import back_end_class, is_tier, open_tier

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import quieten, read_prompt, table
-from ucm.commands.store.text import many, say, say_json
+from ucm.commands.options import many, quieten, read_prompt, say, say_json, table
 from ucm.debug import describe, find_blocks, hit_length
 
 if TYPE_CHECKING:

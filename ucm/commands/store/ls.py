@@ -10,9 +10,9 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucm.commands.options import table
+from ucm.commands.options import say, say_json, table
 from ucm.commands.store.places import Directory, find_places
-from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress, say, say_json
+from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.inspection import StoredBlock, stored_blocks

@@ -6,19 +6,9 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import table
+from ucm.commands.options import many, say, say_json, table
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
-from ucm.commands.store.text import (
-    NO_STORE,
-    about_unmarked,
-    ago,
-    blocks_and_bytes,
-    iso,
-    many,
-    progress,
-    say,
-    say_json,
-)
+from ucm.commands.store.text import NO_STORE, about_unmarked, ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError
 from ucm.salts import NO_SALT, tag_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ucm.commands.store.text import say, say_json
+from ucm.commands.options import say, say_json
 from ucm.errors import UcmError
 from ucm.salts import tag_name, tag_of_salt
 

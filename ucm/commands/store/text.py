@@ -1,34 +1,20 @@
-"""Format the commands' output: text, tables, progress bars, JSON."""
+"""Format the commands' output: times, amounts, progress bars."""
 
 from __future__ import annotations
 
 import datetime as dt
-import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tqdm
 
+from ucm.commands.options import many
 from ucm.config.settings import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: The description of an empty directory.
 NO_STORE = "no store here: none was written yet, this is another directory, or its file system is not mounted"
 _STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-
-
-def say(lines: Iterable[str]) -> None:
-    """Print results."""
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
-
-
-def say_json(data: Any) -> None:
-    """Print a result for a program."""
-    say([json.dumps(data, indent=1, ensure_ascii=False)])
 
 
 def ago(moment: float | None) -> str:
@@ -56,11 +42,6 @@ def iso(moment: float | None) -> str | None:
         return dt.datetime.fromtimestamp(moment, dt.timezone.utc).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
         return None
-
-
-def many(number: int, one: str, more: str) -> str:
-    """Return a number with its noun."""
-    return f"{number:,} {one if number == 1 else more}"
 
 
 def blocks_and_bytes(blocks: int, nbytes: int) -> str:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import many, say, say_json
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
-from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
+from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, progress
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError, UcmError
 from ucm.store.base import (
