@@ -37,7 +37,7 @@ def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) ->
 def add_engine_args(parser: argparse.ArgumentParser, example: str, more: str = "") -> None:
     """Add the option ``--engine-args``, whose help gives an example."""
     help_ = f"the engine's other arguments, for instance '{example}'{more}"
-    parser.add_argument("--engine-args", type=engine_args, default={}, metavar="JSON", help=help_)
+    parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help=help_)
 
 
 def refuse_own(given: Mapping[str, Any], own: Collection[str], who: str) -> None:
@@ -92,8 +92,8 @@ def read_prompt(options: argparse.Namespace) -> list[int] | None:
     return None if options.prompt is None else _tokenize(options.model, options.prompt)
 
 
-def engine_args(text: str) -> dict[str, Any]:
-    """Return the engine arguments that were given as JSON.
+def json_object(text: str) -> dict[str, Any]:
+    """Return an argument that is a JSON object.
 
     Raises:
         ArgumentTypeError: The text is not a JSON object.

@@ -122,14 +122,19 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
     if overlay.manifest is None:
         what, details = "its manifest cannot be read", tuple(overlay.fault.splitlines()[1:2])
         return Finding(OVERLAY, Status.ERROR, what, details, (REINSTALL,))
-    missing = missing_hooks(overlay.manifest)
-    if missing:
-        what = f"{overlay.version} calls hooks that the installed runtime lacks"
-        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(overlay.manifest, missing)))
+    if lacking := _lacking(overlay.version, overlay.manifest):
+        return lacking
     hooks = "all hooks" if overlay.manifest.hooks == "all" else "the hooks that UCM's features use"
     made_for = f"{overlay.manifest.title} {overlay.manifest.release}"
     what = f"{overlay.version} for {made_for}, {len(overlay.manifest.modules)} modules, {hooks}"
     return Finding(OVERLAY, Status.OK, what, (str(overlay.directory),))
+
+
+def _lacking(name: str, manifest: Manifest) -> Finding | None:
+    if not (missing := missing_hooks(manifest)):
+        return None
+    what = f"{name} calls hooks that are not installed"
+    return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
 
 
 def distribution_of(overlay: Overlay) -> str:
@@ -288,10 +293,8 @@ def check_further_overlays() -> list[Finding]:
 def _check_further(manifest: Manifest) -> Finding:
     name, package = manifest.distribution, manifest.upstream_package
     spec = importlib.util.find_spec(package)
-    missing = missing_hooks(manifest)
-    if missing:
-        what = f"{name} {manifest.version} calls hooks that are not installed"
-        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
+    if lacking := _lacking(f"{name} {manifest.version}", manifest):
+        return lacking
     if spec is None or not spec.origin:
         what = f"{name} {manifest.version} is installed, but {package} is not"
         return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))

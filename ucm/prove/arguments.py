@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import refuse_own
+from ucm.commands.options import json_object, refuse_own
 from ucm.engine_process import model_config
 from ucm.errors import UcmError, meant
 
@@ -128,16 +128,16 @@ def parse_sparse(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``--sparse``: a name, or ``{"<name>": {…options…}}``.
 
     Raises:
-        ValueError: It is neither.
+        ArgumentTypeError: It is neither.
     """
     if not text.lstrip().startswith("{"):
         from ucm.sparse.factory import METHODS  # noqa: PLC0415 - few proofs try a method
 
         if not text or (text not in METHODS and meant(text, METHODS) and ":" not in text):
-            raise ValueError(f"{meant(text, METHODS)}there is no sparse method {text!r}")
+            raise ArgumentTypeError(f"{meant(text, METHODS)}there is no sparse method {text!r}")
         return text, {}
-    found = json.loads(text)
-    if not isinstance(found, dict) or len(found) != 1 or not all(isinstance(one, dict) for one in found.values()):
-        raise ValueError('write one method: NAME, or {"NAME": {…options…}}')
+    found = json_object(text)
+    if len(found) != 1 or not all(isinstance(one, dict) for one in found.values()):
+        raise ArgumentTypeError('write one method: NAME, or {"NAME": {…options…}}')
     ((name, options),) = found.items()
-    return str(name), options
+    return name, options

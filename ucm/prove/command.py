@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from contextlib import contextmanager
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import add_engine_args, at_least, positive, say, say_aside, say_json
 from ucm.errors import UcmError
+from ucm.prove.arguments import Request, parse_sparse
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 MINUTES, TOKENS = 5.0, 2048
@@ -53,7 +54,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--sparse",
-        type=_sparse,
+        type=parse_sparse,
         metavar="METHOD",
         help="also prove a sparse method with a full budget: its name, or JSON with its options",
     )
@@ -85,8 +86,7 @@ def handle(options: argparse.Namespace) -> int:
     """
     if find_spec("vllm") is None:
         raise UcmError("vLLM is not installed here", fix="run this in the environment that serves the model")
-    from ucm.prove.arguments import Request  # noqa: PLC0415 - every ``ucm`` command imports this module
-    from ucm.prove.report import as_data, render  # noqa: PLC0415 - likewise
+    from ucm.prove.report import as_data, render  # noqa: PLC0415 - every ``ucm`` command imports this module
     from ucm.prove.run import prove  # noqa: PLC0415 - likewise
 
     request = Request(
@@ -120,12 +120,3 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _sparse(text: str) -> tuple[str, dict[str, Any]]:
-    from ucm.prove.arguments import parse_sparse  # noqa: PLC0415 - few proofs try a method
-
-    try:
-        return parse_sparse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
