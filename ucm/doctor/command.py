@@ -75,18 +75,18 @@ def _of_run(run: Run) -> list[str]:
         tail = run.ended.tail or ["(nothing)"]
         return [f"The end of the engine's output ({run.ended.outcome})", *(f"  | {line}" for line in tail)]
     lines = []
-    expected = [result for result in run.hooks if result.expectation.at_least]
+    expected = [result for result in run.hooks if result.at_least]
     if expected:
         pids = list(dict.fromkeys([run.ended.pid, *(p.pid for p in run.processes)]))
         rows = [("hook", *(f"{run.name_of(pid)} {pid}" for pid in pids), "")]
         for result in expected:
             counts = [_count(result.fired.get(pid, 0)) for pid in pids]
-            rows.append((result.expectation.hook.name, *counts, result.status))
+            rows.append((result.hook.name, *counts, result.status))
         lines += [*(f"  {line}" for line in table(rows, right=range(1, len(pids) + 1))), ""]
     idle: dict[str, list[str]] = {}
     for result in run.hooks:
-        if not result.expectation.at_least:
-            idle.setdefault(result.expectation.reason, []).append(result.expectation.hook.name)
+        if not result.at_least:
+            idle.setdefault(result.reason, []).append(result.hook.name)
     return [
         *lines,
         "  not expected in this run",

@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import site
@@ -237,14 +238,9 @@ def package_directories(package: str) -> list[Path]:
     return [entry for entry in dict.fromkeys(entries) if (entry / "__init__.py").is_file()]
 
 
-def python_version() -> str:
-    """Return the interpreter's version, as three numbers."""
-    return ".".join(map(str, sys.version_info[:3]))
-
-
 def check_python() -> Finding:
     """Report which interpreter runs."""
-    return Finding("python", Status.OK, python_version(), (sys.executable,))
+    return Finding("python", Status.OK, platform.python_version(), (sys.executable,))
 
 
 def runtime_directory() -> Path:

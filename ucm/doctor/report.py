@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,6 @@ from ucm.doctor.environment import (
     import_hooks,
     other_runtimes,
     own_modules_of_vllm,
-    python_version,
     runtime_directory,
     site_directories,
     start_up_files,
@@ -188,7 +188,7 @@ def as_data(report: Report) -> dict[str, Any]:
         "status": worst(report.findings).value,
         "verdict": report.verdict,
         "python": {
-            "version": python_version(),
+            "version": platform.python_version(),
             "executable": sys.executable,
             "site_directories": [str(place) for place in site_directories()],
         },

@@ -137,17 +137,31 @@ class Facts:
 
 @dataclass(frozen=True)
 class Expectation:
-    """Whether a hook must fire.
+    """Whether a hook must fire, and whether it did.
 
     Attributes:
         hook: The hook.
         at_least: How often it must fire in each process of its role; 0 if it need not.
         reason: Why it need not fire.
+        fired: How often it fired, by process id, in the processes of its role.
     """
 
     hook: Hook
     at_least: int
     reason: str = ""
+    fired: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """The processes in which it fired too seldom."""
+        return [pid for pid, count in self.fired.items() if count < self.at_least]
+
+    @property
+    def status(self) -> str:
+        """``ok``, ``missing`` or ``not expected``."""
+        if not self.at_least:
+            return "not expected"
+        return "missing" if self.missing or not self.fired else "ok"
 
 
 def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> list[Expectation]:
@@ -225,31 +239,6 @@ def _at_least(hook: str, facts: Facts) -> int:
 
 
 @dataclass(frozen=True)
-class HookResult:
-    """One hook in a run.
-
-    Attributes:
-        expectation: Whether it had to fire.
-        fired: How often it fired, by process id, in the processes of its role.
-    """
-
-    expectation: Expectation
-    fired: dict[int, int]
-
-    @property
-    def missing(self) -> list[int]:
-        """The processes in which it fired too seldom."""
-        return [pid for pid, count in self.fired.items() if count < self.expectation.at_least]
-
-    @property
-    def status(self) -> str:
-        """``ok``, ``missing`` or ``not expected``."""
-        if not self.expectation.at_least:
-            return "not expected"
-        return "missing" if self.missing or not self.fired else "ok"
-
-
-@dataclass(frozen=True)
 class Run:
     """A run of the engine.
 
@@ -266,7 +255,7 @@ class Run:
     seconds: float
     saw: dict[str, Any] = field(default_factory=dict)
     processes: list[ProcessReport] = field(default_factory=list)
-    hooks: list[HookResult] = field(default_factory=list)
+    hooks: list[Expectation] = field(default_factory=list)
     unhooked: list[str] = field(default_factory=list)
 
     def name_of(self, pid: int) -> str:
@@ -284,10 +273,10 @@ class Run:
             "processes": [{**asdict(one), "roles": [role.value for role in one.roles]} for one in self.processes],
             "hooks": [
                 {
-                    "hook": result.expectation.hook.name,
-                    "role": result.expectation.hook.role.value,
-                    "expected": result.expectation.at_least > 0,
-                    "reason": result.expectation.reason or None,
+                    "hook": result.hook.name,
+                    "role": result.hook.role.value,
+                    "expected": result.at_least > 0,
+                    "reason": result.reason or None,
                     "fired": result.fired,
                     "status": result.status,
                 }
@@ -316,21 +305,21 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
         return run
     (saw,) = ended.results()
     facts = Facts.of(saw)
-    hooks = [_result(expected, run.processes) for expected in expectations(manifest, disabled, facts)]
+    hooks = [_counted(expected, run.processes) for expected in expectations(manifest, disabled, facts)]
     run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, facts))
     if not has_error(check_run(run)):
         shutil.rmtree(directory)
     return run
 
 
-def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookResult:
+def _counted(expectation: Expectation, processes: list[ProcessReport]) -> Expectation:
     hook = expectation.hook
     fired = {
         p.pid: min((p.counts[counter] for counter in hook.counters), default=1) if expectation.at_least else 0
         for p in processes
         if hook.role in p.roles
     }
-    return HookResult(expectation, fired)
+    return replace(expectation, fired=fired)
 
 
 def check_run(run: Run) -> list[Finding]:
@@ -342,7 +331,7 @@ def check_run(run: Run) -> list[Finding]:
         findings.insert(0, _unhooked(run.unhooked))
     if findings:
         return findings
-    expected = [result for result in run.hooks if result.expectation.at_least]
+    expected = [result for result in run.hooks if result.at_least]
     what = (
         f"all {len(expected)} hooks expected in this run fired: {run.saw['requests']} requests, "
         f"{run.saw['preemptions']} preemptions, {run.seconds:.0f} s"
@@ -373,8 +362,8 @@ def _unhooked(runners: list[str]) -> Finding:
     return Finding(CHECK, Status.ERROR, what, todo=(todo if V2_RUNNER in runners else other,))
 
 
-def _missing(run: Run, result: HookResult) -> Finding:
-    hook, least = result.expectation.hook, result.expectation.at_least
+def _missing(run: Run, result: Expectation) -> Finding:
+    hook, least = result.hook, result.at_least
     if not result.fired:
         what = f"no {hook.role.value} process called {hook.name}"
     else:

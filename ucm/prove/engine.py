@@ -8,8 +8,8 @@ has ended. What was done before the time was over is kept.
 from __future__ import annotations
 
 import itertools
+import platform
 import random
-import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -314,7 +314,7 @@ def _versions() -> dict[str, str]:
     import vllm  # noqa: PLC0415 - likewise
 
     found = {"vllm": vllm.__version__, "torch": torch.__version__, "ucm": ucm.__version__}
-    found["python"] = ".".join(map(str, sys.version_info[:3]))
+    found["python"] = platform.python_version()
     toolkit = optional(torch, "version.cuda") or optional(torch, "version.hip")
     return found | ({"toolkit": str(toolkit)} if toolkit else {})
 
