@@ -19,6 +19,7 @@ from ucm.errors import UcmError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from types import FrameType
 
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
 PLAN, RESULT, LOG = "plan.json", "result.json", "output.log"
@@ -200,6 +201,17 @@ def run_plan(run: Callable[[dict[str, Any], Callable[[Any], None]], None]) -> No
 
 
 @contextmanager
+def handled(handler: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
+    """Let a function handle signals meanwhile."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextmanager
 def _signals_deferred() -> Iterator[None]:
     """Deliver Ctrl-C and signals to end only afterwards, so that a child that was started is known, and can be ended.
 
@@ -209,13 +221,8 @@ def _signals_deferred() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
-    try:
+    with handled(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     for late in came:
         signal.raise_signal(late)
 

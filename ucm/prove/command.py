@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import signal
 import sys
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import add_engine_args, at_least, positive, say, say_aside, say_json
+from ucm.engine_process import handled
 from ucm.errors import UcmError
 from ucm.prove.arguments import Request, parse_sparse
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
 
 MINUTES, TOKENS = 5.0, 2048
 #: The exit code after Ctrl-C or an end by a signal, as shells have it.
@@ -99,7 +98,8 @@ def handle(options: argparse.Namespace) -> int:
         options.dtype,
     )
     try:
-        with _ended_by_signals():
+        # As Ctrl-C, these end the command, so that engines are ended and files deleted.
+        with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
             proof = prove(request, say=say_aside)
     except KeyboardInterrupt:
         sys.stderr.write("ucm: interrupted; the engines are ended, and their store is deleted\n")
@@ -109,14 +109,3 @@ def handle(options: argparse.Namespace) -> int:
     else:
         say(render(proof))
     return proof.code
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the command as Ctrl-C does, so that engines are ended and files deleted."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
