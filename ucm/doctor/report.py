@@ -8,65 +8,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ucm
-from ucm.doctor.config_checks import CHECK as CONFIG
-from ucm.doctor.config_checks import (
-    CONNECTOR,
-    MODEL,
-    SPARSE,
-    asks_for_sparse_attention,
-    check_config,
-    check_connector,
-    check_latent,
-    check_model,
-)
-from ucm.doctor.environment import (
-    ImportHooks,
-    StartUpFile,
-    Vllm,
-    check_import_hook,
-    check_metadata,
-    check_others,
-    check_plugins,
-    check_python,
-    check_runtime,
-    check_start_up_file,
-    check_switches,
-    check_vllm,
-    find_vllm,
-    import_hooks,
-    other_runtimes,
-    own_modules_of_vllm,
-    runtime_directory,
-    site_directories,
-    start_up_files,
-    switches,
-)
+from ucm.doctor import config_checks, environment, overlay_checks
 from ucm.doctor.findings import Finding, Status, has_error, worst
-from ucm.doctor.overlay_checks import (
-    OVERLAY,
-    ModuleState,
-    Overlay,
-    check_further_overlays,
-    check_modules,
-    check_overlay,
-    check_replaced,
-    claimed_modules,
-    find_overlays,
-    states_of,
-)
 from ucm.overlay.switches import disabled_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ucm.doctor.environment import ImportHooks, StartUpFile, Vllm
+    from ucm.doctor.overlay_checks import ModuleState, Overlay
     from ucm.doctor.run import Run
 
 SCHEMA = 1
 #: What the verdict adds to its sentence on the overlay if one of these checks found an error.
 _SENTENCES = {
-    frozenset({CONNECTOR}): "The prefix cache cannot run.",
-    frozenset({CONFIG, SPARSE}): "The settings are not valid.",
-    frozenset({MODEL}): "The model cannot be used.",
+    frozenset({config_checks.CONNECTOR}): "The prefix cache cannot run.",
+    frozenset({config_checks.CHECK, config_checks.SPARSE}): "The settings are not valid.",
+    frozenset({config_checks.MODEL}): "The model cannot be used.",
 }
 
 
@@ -112,7 +70,7 @@ class Report:
         if self.vllm is None:
             return "vLLM is not installed for this Python."
         if not self.overlays:
-            if has_error(finding for finding in findings if finding.check == OVERLAY):
+            if has_error(finding for finding in findings if finding.check == overlay_checks.OVERLAY):
                 return "No UCM overlay is installed, and the configured sparse method needs one."
             return "No UCM overlay is installed. Sparse attention needs one, the prefix cache does not."
         if has_error(findings):
@@ -142,41 +100,50 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
         config: A settings file to check too.
         model: The directory of the model that will run with it, if known.
     """
-    early = own_modules_of_vllm()
-    runtimes, files, hooks, on = other_runtimes(), start_up_files(), import_hooks(), switches()
-    vllm, overlays = find_vllm(), find_overlays()
+    early = environment.own_modules_of_vllm()
+    runtimes, files, hooks, on = (
+        environment.other_runtimes(),
+        environment.start_up_files(),
+        environment.import_hooks(),
+        environment.switches(),
+    )
+    vllm, overlays = environment.find_vllm(), overlay_checks.find_overlays()
     overlay = overlays[0] if overlays else None
     manifest = overlay.manifest if overlay else None
     disabled = disabled_groups(manifest.needs) if manifest else {}
     active = hooks.position is not None
-    states = states_of(manifest, vllm.directory if vllm else None, disabled, active=active) if manifest else []
-    settings = check_config(config) if config is not None else []
-    of_model, text = check_model(model) if model is not None else (None, None)
-    if config is not None and asks_for_sparse_attention(settings) and not has_error(settings):
-        settings += check_latent(config, text, [found.manifest for found in overlays if found.manifest])
-    of_overlay = check_overlay(overlays, vllm, needed=asks_for_sparse_attention(settings))
+    states = (
+        overlay_checks.states_of(manifest, vllm.directory if vllm else None, disabled, active=active)
+        if manifest
+        else []
+    )
+    settings = config_checks.check_config(config) if config is not None else []
+    of_model, text = config_checks.check_model(model) if model is not None else (None, None)
+    if config is not None and config_checks.asks_for_sparse_attention(settings) and not has_error(settings):
+        settings += config_checks.check_latent(config, text, [found.manifest for found in overlays if found.manifest])
+    of_overlay = overlay_checks.check_overlay(overlays, vllm, needed=config_checks.asks_for_sparse_attention(settings))
     findings = [
-        check_python(),
-        check_runtime(runtimes),
-        check_vllm(vllm, manifest.release if manifest else None),
-        *(check_metadata(vllm) if vllm is not None else ()),
+        environment.check_python(),
+        environment.check_runtime(runtimes),
+        environment.check_vllm(vllm, manifest.release if manifest else None),
+        *(environment.check_metadata(vllm) if vllm is not None else ()),
         of_overlay,
     ]
     if overlay is not None:
-        claimed = claimed_modules(manifest, disabled, vllm)
-        in_place = check_import_hook(hooks, overlay.directory, early, claimed)
-        findings += [check_start_up_file(overlay.directory, hooks), in_place]
-    findings += [*check_further_overlays(), check_others(hooks, files)]
+        claimed = overlay_checks.claimed_modules(manifest, disabled, vllm)
+        in_place = environment.check_import_hook(hooks, overlay.directory, early, claimed)
+        findings += [environment.check_start_up_file(overlay.directory, hooks), in_place]
+    findings += [*overlay_checks.check_further_overlays(), environment.check_others(hooks, files)]
     if manifest is not None and vllm is not None and active:
-        findings += check_modules(states, manifest, vllm)
-    findings.append(check_switches(on, manifest.needs if manifest else {}, disabled))
+        findings += overlay_checks.check_modules(states, manifest, vllm)
+    findings.append(environment.check_switches(on, manifest.needs if manifest else {}, disabled))
     if overlay is not None:
-        findings.append(check_plugins())
+        findings.append(environment.check_plugins())
     if manifest is not None and vllm is not None and active and not has_error(findings):
-        findings.append(check_replaced(vllm))
+        findings.append(overlay_checks.check_replaced(vllm))
     # Without an overlay the connectors run, even where a sparse method needs one.
     broken = has_error(finding for finding in findings if overlays or finding is not of_overlay)
-    findings += check_connector(vllm, config, settings, broken=broken)
+    findings += config_checks.check_connector(vllm, config, settings, broken=broken)
     findings += [*settings, *([of_model] if of_model else [])]
     return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
 
@@ -190,11 +157,11 @@ def as_data(report: Report) -> dict[str, Any]:
         "python": {
             "version": platform.python_version(),
             "executable": sys.executable,
-            "site_directories": [str(place) for place in site_directories()],
+            "site_directories": [str(place) for place in environment.site_directories()],
         },
         "runtime": {
             "version": ucm.__version__,
-            "directory": str(runtime_directory()),
+            "directory": str(environment.runtime_directory()),
             "others": report.runtimes,
         },
         "vllm": _vllm(report.vllm) if report.vllm else None,
