@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import graph_mode, layer_specs, optional, page_bytes
-from ucm.errors import UcmError
 from ucm.hashing.rank_geometry import rank_tag
 
 if TYPE_CHECKING:
@@ -27,18 +26,11 @@ class Engine:
     Args:
         model: The model's directory or name.
         arguments: Further arguments of vLLM's ``LLM``.
-
-    Raises:
-        UcmError: vLLM is not installed.
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        try:
-            from vllm import LLM, SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
-        except ImportError as error:
-            raise UcmError(
-                f"vLLM cannot be imported: {error}", fix="run this command in the environment of vLLM"
-            ) from error
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
+
         self.llm: Any = LLM(model=model, worker_extension_cls=f"{__name__}.{WorkerFacts.__name__}", **arguments)
         self._params = SamplingParams
 

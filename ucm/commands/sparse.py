@@ -198,8 +198,10 @@ def _measure(
         fitting = _fitting(engine.llm, prompts)
         if fitting:
             engine.generate(fitting, [options.max_tokens] * len(fitting))
-    except UcmError:
-        raise
+    except ImportError as error:
+        raise UcmError(
+            f"vLLM cannot be imported: {error}", fix="run this command in the environment of vLLM"
+        ) from error
     except Exception as error:
         raise UcmError(
             f"the engine failed: {type(error).__name__}: {error}",
