@@ -171,8 +171,7 @@ def serve(store: KVStore, keys: Sequence[BlockKey], own: int) -> int:
     store.wait(store.load([BlockTransfer(m.key, m.slices, depth=own + place) for place, m in enumerate(loaded)]))
     for first, end in ((there, own), (own + hit, len(keys))):
         fresh = [Memory(block, SMALL, content(block, SMALL)) for block in keys[first:end]]
-        store.save([BlockTransfer(m.key, m.slices, depth=first + place) for place, m in enumerate(fresh)])
-        store.wait(store.commit(keys[first:end]))
+        store.wait(store.save([BlockTransfer(m.key, m.slices, depth=first + n) for n, m in enumerate(fresh)]))
     return hit
 
 

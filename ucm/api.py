@@ -26,7 +26,6 @@ from ucm.store.base import (
     BlockTransfer,
     BlockUnreadableError,
     Buffer,
-    IncompleteBlockError,
     KVStore,
     StoreError,
     StoreFullError,
@@ -38,7 +37,7 @@ from ucm.store.base import (
 )
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.tier import BlockWriter, Tier, TierCounters, TierOptions, TierPlace, ValueTier
+from ucm.store.tier import Tier, TierCounters, TierOptions, TierPlace, ValueTier
 from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 __all__ = [
@@ -53,10 +52,8 @@ __all__ = [
     "BlockMissingError",
     "BlockTransfer",
     "BlockUnreadableError",
-    "BlockWriter",
     "Buffer",
     "ConfigError",
-    "IncompleteBlockError",
     "KVCacheConfig",
     "KVStore",
     "MethodOptions",

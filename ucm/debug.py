@@ -373,8 +373,7 @@ class DebugConnector:
                 began = time.perf_counter()
                 with self._span("ucm.save"):
                     memory.leave_device()
-                    saves, commits = store.save(saving()), store.commit(keys)
-                    failed = {**store.wait(commits).failed, **store.wait(saves).failed}
+                    failed = store.wait(store.save(saving())).failed
                 saved = time.perf_counter() - began
                 problems += [f"save: {reason}" for reason in dict.fromkeys(str(error) for error in failed.values())]
                 if not store.flush(FLUSH_SECONDS):

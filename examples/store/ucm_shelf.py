@@ -61,7 +61,7 @@ class ShelfTier(ValueTier):
             except FileNotFoundError as error:
                 raise BlockMissingError("the block is not on the shelf", where=str(self._directory)) from error
 
-    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Write a file under a temporary name, and rename it when it is complete."""
         del deadline
         unfinished = self._directory / f".{os.getpid()}-{os.urandom(8).hex()}"
@@ -69,8 +69,8 @@ class ShelfTier(ValueTier):
             self._directory.mkdir(exist_ok=True)
             try:
                 with unfinished.open("wb") as file:
-                    for buffer in buffers:
-                        file.write(buffer)
+                    for piece in pieces:
+                        file.write(piece)
                 unfinished.rename(self._file(key))
             except OSError:
                 with suppress(OSError):

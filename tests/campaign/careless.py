@@ -7,29 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockMissingError
-from ucm.store.posix.files import BlockFileWriter
-from ucm.store.posix.paths import FILE_MODE, KeptDirectory, make_directory
+from ucm.store.posix.paths import FILE_MODE, make_directory
 from ucm.store.posix.tier import PosixTier
 
 if TYPE_CHECKING:
-    from ucm.store.base import BlockKey, BlockTransfer
+    from collections.abc import Sequence
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
-    from ucm.store.posix.paths import NewFile
     from ucm.store.tier import TierOptions, TierPlace
 
 CARELESS = f"{__name__}:CarelessTier"
-
-
-class CarelessWriter(BlockFileWriter):
-    def _create(self, flags: int) -> tuple[int, NewFile]:
-        bucket, _, name = self._path.rpartition("/")
-        return KeptDirectory(bucket).new_file(name, os.O_WRONLY | flags, FILE_MODE, None)
-
-    def commit(self) -> None:
-        self._close()
-        self._file = None
-        self._listener.committed(self._directory, self._key)
 
 
 class CarelessTier(PosixTier):
@@ -43,13 +32,15 @@ class CarelessTier(PosixTier):
         assert place.codec is not None
         return cls(place.config, place.namespace, place.codec)
 
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
-        directory = self._directory(key)
-        if directory.holds(key):
-            return None
-        directory.layout.make()
-        make_directory(str(Path(directory.layout.block(key)).parent))
-        return CarelessWriter(directory, key, file_nbytes, self)
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        del deadline
+        layout = self._directory(key).layout
+        layout.make()
+        path = Path(layout.block(key))
+        make_directory(str(path.parent))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, FILE_MODE)
+        os.writev(descriptor, pieces)
+        os.close(descriptor)
 
     def read(self, block: BlockTransfer) -> bool:
         try:

@@ -49,14 +49,6 @@ class Corpus:
         """Return a transfer that saves a whole block."""
         return BlockTransfer(self.key(index), [memoryview(layer_slice) for layer_slice in self.slices(index, edition)])
 
-    def pieces(self, index: int, rng: random.Random, edition: int = 0) -> list[BlockTransfer]:
-        """Return a block as transfers of a few layer slices each, in random order."""
-        slices = [memoryview(layer_slice) for layer_slice in self.slices(index, edition)]
-        cuts = sorted(rng.sample(range(1, len(slices)), rng.randrange(len(slices))))
-        bounds = list(zip([0, *cuts], [*cuts, len(slices)], strict=True))
-        rng.shuffle(bounds)
-        return [BlockTransfer(self.key(index), slices[begin:end], begin) for begin, end in bounds]
-
     def room(self, index: int) -> BlockTransfer:
         """Return memory to load a block into, filled with bytes that no block has."""
         return BlockTransfer(self.key(index), [memoryview(bytearray(b"\xa5" * size)) for size in self.slice_sizes])

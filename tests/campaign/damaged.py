@@ -57,8 +57,7 @@ def fill(scene: Scene) -> Figures:
 def _fill(reporter: Reporter, scene: Scene) -> None:
     corpus = scene.corpus
     with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
-        store.wait(store.save([corpus.transfer(index) for index in range(corpus.count)]))
-        done = store.wait(store.commit([corpus.key(index) for index in range(corpus.count)])).done
+        done = store.wait(store.save([corpus.transfer(index) for index in range(corpus.count)])).done
     reporter.tell("figures", Figures(committed=len(done), stuck=corpus.count - len(done)))
 
 

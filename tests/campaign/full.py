@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign.damage import block_files
 from tests.campaign.figures import Figures
-from tests.campaign.kill import save_in_pieces
+from tests.campaign.kill import save_in_calls
 from tests.campaign.processes import Child, in_new_process
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, temporaries
 from ucm.store.factory import open_store
@@ -124,8 +124,7 @@ def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
     with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
 
         def save(indices: list[int]) -> list[int]:
-            save_in_pieces(store, [piece for index in indices for piece in corpus.pieces(index, rng)], rng)
-            result = store.wait(store.commit([corpus.key(index) for index in indices]))
+            result = save_in_calls(store, [corpus.transfer(index) for index in indices], rng)
             figures.committed += len(result.done)
             figures.refused += len(result.failed)
             # Blocks that only the Dram tier took may be evicted there for later ones.
@@ -166,14 +165,12 @@ def _save_too_long(reporter: Reporter, scene: Scene, share: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_store(replace(scene.config, lookup_cache_keys=0), NAMESPACE, corpus.geometry) as store:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * corpus.geometry.nbytes), hard))
-        store.save([corpus.transfer(index) for index in range(corpus.count)])
-        result = store.wait(store.commit(keys))
+        result = store.wait(store.save([corpus.transfer(index) for index in range(corpus.count)]))
         figures.refused = len(result.failed)
         figures.corrupt_hits = sum(store.lookup(keys))
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         time.sleep(2 * scene.config.rest_seconds)
-        store.save([corpus.transfer(0)])
-        done = store.wait(store.commit([keys[0]])).done
+        done = store.wait(store.save([corpus.transfer(0)])).done
         figures.committed = len(done)
         figures.stuck = keys[0] not in done
     reporter.tell("figures", figures)

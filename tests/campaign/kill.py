@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from tests.campaign.figures import Figures
 from tests.campaign.processes import Child
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, reopen
+from ucm.store.base import TaskResult
 from ucm.store.factory import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.campaign.processes import Reporter
+    from ucm.store.base import BlockTransfer
 
 #: The number of kills per store, and the number of its blocks.
 _KILLS, _BLOCKS = 5, 120
@@ -61,7 +63,7 @@ def run(count: int, stage: Stage) -> Figures:
 
 
 def save_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | None) -> None:
-    """Save random blocks, their layer slices in random order, and report the committed ones.
+    """Save random blocks, and report the committed ones.
 
     Args:
         reporter: Receives each committed block.
@@ -77,22 +79,22 @@ def save_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | N
     store = open_store(scene.config, NAMESPACE, corpus.geometry)
     while True:
         batch = rng.sample(range(corpus.count), rng.randrange(1, 6))
-        save_in_pieces(store, [piece for index in batch for piece in corpus.pieces(index, rng)], rng)
-        if rng.random() < 0.1:
-            store.discard([corpus.key(batch.pop())])
-        done = store.wait(store.commit([corpus.key(index) for index in batch])).done
+        done = save_in_calls(store, [corpus.transfer(index) for index in batch], rng).done
         for index in batch:
             if corpus.key(index) in done:
                 reporter.tell("committed", index)
 
 
-def save_in_pieces(store: Any, pieces: Sequence[Any], rng: random.Random) -> None:
-    """Save transfers in random order and in calls of a random size, without waiting."""
-    pieces = rng.sample(pieces, len(pieces))
-    while pieces:
-        step = rng.randrange(1, len(pieces) + 1)
-        store.save(pieces[:step])
-        pieces = pieces[step:]
+def save_in_calls(store: Any, blocks: Sequence[BlockTransfer], rng: random.Random) -> TaskResult:
+    """Save blocks in random order and in calls of a random size, and wait after the last one; return all outcomes."""
+    tasks, left = [], rng.sample(blocks, len(blocks))
+    while left:
+        step = rng.randrange(1, len(left) + 1)
+        tasks.append(store.save(left[:step]))
+        left = left[step:]
+    results = [store.wait(task) for task in tasks]
+    done = {key: tier for result in results for key, tier in result.done.items()}
+    return TaskResult(done, {key: e for result in results for key, e in result.failed.items()}, 0, 0.0)
 
 
 def burn(fuse: int, rng: random.Random) -> None:

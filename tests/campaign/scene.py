@@ -201,8 +201,7 @@ def _reopen(reporter: Reporter, scenes: Sequence[Scene]) -> None:
     stores = [open_store(scene.config, NAMESPACE, scene.corpus.geometry) for scene in scenes]
     for scene, store in zip(scenes, stores, strict=True):
         new = scene.corpus.transfer(scene.corpus.count)
-        store.wait(store.save([new]))
-        done = store.wait(store.commit([new.key])).done
+        done = store.wait(store.save([new])).done
         figures.stuck += new.key not in done
     deadline = time.monotonic() + _TIDY_PATIENCE
     while time.monotonic() < deadline:

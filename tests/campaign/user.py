@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.campaign.figures import Figures
-from tests.campaign.kill import save_in_pieces
+from tests.campaign.kill import save_in_calls
 from tests.campaign.scene import NAMESPACE, Scene
 from ucm.errors import ConfigError
 from ucm.store.factory import open_store
@@ -95,9 +95,7 @@ class User:
         """Save some blocks; return whether all saves succeeded."""
         corpus, rng = self._corpus, self._rng
         batch = rng.sample(range(corpus.count), rng.randrange(1, 4))
-        pieces = [piece for index in batch for piece in corpus.pieces(index, rng, self._edition)]
-        save_in_pieces(self.store, pieces, rng)
-        result = self.store.wait(self.store.commit([corpus.key(index) for index in batch]))
+        result = save_in_calls(self.store, [corpus.transfer(index, self._edition) for index in batch], rng)
         self.figures.committed += len(result.done)
         self.figures.refused += len(result.failed)
         return not result.failed

@@ -3,8 +3,8 @@
 A *block* is the KV cache of one vLLM block of tokens in one KV-cache group on one worker rank. It consists of
 *layer slices*, byte ranges of fixed sizes, one or more for each attention layer, and is named by its *key*. A store is
 opened for one *namespace*, whose name covers everything that two engines must have in common to share blocks, together
-with the fingerprint of the geometry. A block is whole or absent: saved layer slices become visible only through
-``commit``.
+with the fingerprint of the geometry. A block is saved whole, in one call, and is whole or absent; single layer slices
+can be loaded.
 
 Calls return at once unless they say otherwise. Transfers run in the store's own threads; the caller keeps the buffers
 alive and unchanged until ``wait`` returns for their task.
@@ -72,12 +72,6 @@ class BlockUnreadableError(StoreError):
     cause = "unreadable"
 
 
-class IncompleteBlockError(StoreError):
-    """A block was committed without all of its layer slices, or some could not be written; none are kept."""
-
-    cause = "incomplete"
-
-
 class StoreFullError(StoreError):
     """The medium has no room, or the write queue is full."""
 
@@ -127,11 +121,11 @@ class BlockGeometry:
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """Some or all layer slices of one block, to be moved between a store and memory.
+    """One block to be saved, or some or all of its layer slices to be loaded.
 
     Args:
         key: The block's key.
-        slices: The memory of consecutive layer slices; each as long as the geometry says.
+        slices: The memory of consecutive layer slices, each as long as the geometry says; all of them to save a block.
         first_slice: The index of the first layer slice.
         depth: How many blocks its chain has before it; of blocks used alike, the deepest are evicted first.
         retain_until: Of a block to save: until when to retain it, in seconds since the epoch; 0: not at all. Every tier
@@ -163,7 +157,7 @@ class TaskResult:
 
 
 class Task:
-    """A transfer in progress, as returned by ``load``, ``save`` and ``commit``."""
+    """A transfer in progress, as returned by ``load`` and ``save``."""
 
 
 @dataclass(slots=True)
@@ -203,8 +197,8 @@ class KVStore(ABC):
     operation per key. No method raises for the state of a block or of the medium: blocks that cannot be reached are not
     found, and transfers report failures per key. Misuse (a layer slice of the wrong size) raises ValueError.
 
-    Method names and responsibilities follow the known UCM's store interface (``lookup``, ``load``, ``wait``, ``check``,
-    ``commit``); what that calls ``dump`` is ``save``.
+    Method names and responsibilities follow the known UCM's store interface (``lookup``, ``load``, ``wait``,
+    ``check``); what that calls ``dump`` and ``commit`` is ``save``.
     """
 
     @abstractmethod
@@ -221,18 +215,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Accept layer slices, in any order and in any number of calls per block; nothing becomes visible.
+        """Write whole blocks; each becomes visible as soon as it is written.
 
         A block that the store already has counts as done and is not written again.
         """
-
-    @abstractmethod
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make saved blocks visible atomically, after all earlier saves; see IncompleteBlockError."""
-
-    @abstractmethod
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop saved layer slices that will not be committed, for instance those of an aborted request."""
 
     def renew(self, keys: Sequence[BlockKey]) -> None:
         """Note that all blocks of a chain are used, from its first one on, although they are not loaded.
@@ -277,7 +263,7 @@ class KVStore(ABC):
         """Return whether a task is finished, without blocking."""
 
     def flush(self, seconds: float) -> bool:
-        """Wait until every tier has received the committed blocks that it accepts.
+        """Wait until every tier has received the saved blocks that it accepts.
 
         Args:
             seconds: The longest time to wait.
@@ -294,7 +280,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish commits, drop all other data and end the threads. A closed store accepts no more calls."""
+        """Finish saves and end the threads. A closed store accepts no more calls."""
 
     def __enter__(self) -> Self:
         return self

@@ -343,10 +343,7 @@ class _Run:
 
 def save_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
     """Save whole blocks and wait until they are visible; raise the first failure."""
-    saved = store.save(blocks)
-    committed = store.commit([block.key for block in blocks])
-    for task in (saved, committed):
-        _raise_failure(store.wait(task))
+    _raise_failure(store.wait(store.save(blocks)))
 
 
 def load_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:

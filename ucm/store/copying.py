@@ -12,7 +12,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
-from ucm.store.format import aligned_buffer
+from ucm.store.format import aligned_buffer, body_nbytes
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Promoter:
     def _write(self, key: BlockKey, content: Buffer, depth: int, counted: int = 0) -> None:
         try:
             if not self._closed:
-                self._first.put(key, content, depth)
+                self._first.put(key, [content], body_nbytes(content), depth)
         except StoreError as error:
             self._first.counters.failed("promote", error)
         except Exception as error:  # noqa: BLE001 - otherwise the block would count as being copied for ever
@@ -287,7 +287,7 @@ class WriteBehind:
                 source.counters.failed("load", error)
                 continue
             try:
-                self._tier.put(key, content, block.depth, block.retain_until)
+                self._tier.put(key, [content], body_nbytes(content), block.depth, block.retain_until)
             except StoreError as error:
                 self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)

@@ -88,23 +88,12 @@ class EmptyStore(KVStore):
         return task
 
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Accept every block."""
+        """Report every block as done and drop it."""
         task = TransferTask(len(blocks))
         for block in blocks:
             task.succeeded(block.key, "empty", 0)
+        self._stats.saved_blocks += len(blocks)
         return task
-
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Report every block as done and drop it."""
-        distinct = dict.fromkeys(keys)
-        task = TransferTask(len(distinct))
-        for key in distinct:
-            task.succeeded(key, "empty", 0)
-        self._stats.saved_blocks += len(distinct)
-        return task
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Do nothing."""
 
     def wait(self, task: Task) -> TaskResult:
         """Return the result; the task is finished already."""
@@ -195,18 +184,6 @@ class OpeningStore(KVStore):
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Save blocks once the store is open."""
         return self._move([block.key for block in blocks], lambda store: store.save(blocks))
-
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Commit blocks once the store is open."""
-        return self._move(keys, lambda store: store.commit(keys))
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Discard blocks, after all earlier saves."""
-        store = self._ready()
-        if store is not None:
-            store.discard(keys)
-        else:
-            self._later(lambda store: store.discard(keys), lambda _: None)
 
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to an open store; the opening thread ignores it, because it mostly waits."""

@@ -155,6 +155,11 @@ def header_nbytes(first_unit: bytes | bytearray) -> int:
     return int(units) * UNIT
 
 
+def body_nbytes(content: Buffer) -> int:
+    """Return the bytes of the layer slices of a whole block."""
+    return content.nbytes - header_nbytes(bytes(content[:UNIT]))
+
+
 def decode(
     header: bytes | bytearray, authenticator: Authenticator | None = None, *, any_key: bool = False
 ) -> BlockHeader:
@@ -423,8 +428,9 @@ class HeaderCodec:
             return sums
         return tuple(zip(sums, self._tags.unpack_from(header, self._tags_at), strict=True))
 
-    def pack(self, content: Buffer) -> list[Buffer]:
-        """Return a whole block compressed, in pieces; as it is if that does not make it smaller."""
+    def pack(self, whole: Sequence[Buffer | bytearray]) -> list[Buffer]:
+        """Return a whole block, given in pieces, compressed in pieces; as it is if that does not make it smaller."""
+        content = joined(whole)
         pieces = pack(content[self.nbytes :], self.geometry.element_size)
         if sum(piece.nbytes for piece in pieces) >= self.geometry.nbytes:
             return [content]
@@ -578,6 +584,15 @@ def pour(source: Iterable[Buffer], target: Sequence[Buffer]) -> None:
             nbytes = min(len(rest), len(view))
             scatter(rest[:nbytes], [view[:nbytes]])
             rest, view = rest[nbytes:], view[nbytes:]
+
+
+def joined(pieces: Sequence[Buffer | bytearray]) -> Buffer:
+    """Return several buffers as one; a single one is not copied."""
+    if len(pieces) == 1:
+        return memoryview(pieces[0])
+    content = aligned_buffer(sum(memoryview(piece).nbytes for piece in pieces))
+    gather(pieces, content)
+    return content
 
 
 def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:

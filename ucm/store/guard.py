@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
-from ucm.store.format import UNIT, header_nbytes
 from ucm.store.health import Breaker, Pool, RefusableJob
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.health import Job
-    from ucm.store.tier import BlockWriter, Outcome, Tier
+    from ucm.store.tier import Outcome, Tier
 
     T = TypeVar("T")
 
@@ -210,34 +209,44 @@ class Guard:
 
     def read_file(self, key: BlockKey) -> Buffer:
         """Return a whole block in its stored form; see ``Tier.read_file``."""
-        return self._asked("load", lambda: self.tier.read_file(key, self._deadline(self.tier.transfer_timeout)))
+        self._check_rest()
+        return self._timed("load", lambda: self.tier.read_file(key, self._deadline(self.tier.transfer_timeout)))
 
-    def put(self, key: BlockKey, content: Buffer, depth: int = 0, retain_until: float = 0.0) -> None:
+    def has(self, key: BlockKey) -> bool:
+        """Return whether a block exists that is to be saved; see ``Tier.has``."""
+        self._check_rest()
+        return self._timed("save", lambda: self.tier.has(key))
+
+    def put(
+        self,
+        key: BlockKey,
+        pieces: Sequence[Buffer | bytearray],
+        nbytes: int,
+        depth: int = 0,
+        retain_until: float = 0.0,
+    ) -> None:
         """Store a whole block and count it; see ``Tier.put``.
 
         Args:
             key: The block's key.
-            content: Its header and layer slices.
+            pieces: Its header and layer slices.
+            nbytes: The bytes of its layer slices.
             depth: How many blocks its chain has before it.
             retain_until: See ``BlockTransfer``.
         """
-        self._asked("save", lambda: self.tier.put(key, content, self._deadline(self.tier.transfer_timeout)))
+        self._check_rest()
+        if not self._writes.allows():
+            raise self._writes.refusal(self.name)
+        self._timed("save", lambda: self.tier.put(key, pieces, self._deadline(self.tier.transfer_timeout)))
+        self._writes.succeeded()
         self.used(key, depth, retain_until, is_new=True)
-        self.counters.saved(content.nbytes - header_nbytes(bytes(content[:UNIT])))
+        self.counters.saved(nbytes)
 
     def used(self, key: BlockKey, depth: int, retain_until: float, *, is_new: bool = False) -> None:
         """Renew a saved block's time of last use, and retain it if it is to be retained."""
         self.tier.renew([key], depth, is_new=is_new)
         if retain_until:
             self.tier.retain([key], retain_until, depth)
-
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Begin writing a block; see ``Tier.writer``."""
-        return self._asked("save", lambda: self.tier.writer(key, file_nbytes))
-
-    def write(self, action: Callable[[], None]) -> None:
-        """Run an action of one of this tier's writers."""
-        self._asked("save", action)
 
     def stats(self) -> TierStats:
         """Return a snapshot of the tier's counters, with its state."""
@@ -249,15 +258,12 @@ class Guard:
 
     # Inside.
 
-    # Functions, because context managers take three times as long, and every saved block passes here three times.
+    # Functions, because context managers take three times as long, and every saved block passes here twice.
 
-    def _asked(self, operation: str, call: Callable[[], T]) -> T:
-        """Run an operation of the tier so that it raises only StoreError; refuse it while the tier rests."""
+    def _check_rest(self) -> None:
+        """Raise the error of a call while the tier rests."""
         if not self.allows(wait=True):
             raise self._breaker.refusal(self.name)
-        if operation == "save" and not self._writes.allows():
-            raise self._writes.refusal(self.name)
-        return self._timed(operation, call)
 
     def _deadline(self, seconds: float) -> float:
         return self._clock.monotonic() + seconds
@@ -271,7 +277,7 @@ class Guard:
             return nothing
 
     def _timed(self, operation: str, call: Callable[[], T]) -> T:
-        """Time an operation and report its outcome to the breaker."""
+        """Run an operation so that it raises only StoreError, time it, and report its outcome to the breaker."""
         began = self._clock.monotonic()
         try:
             found = call()
@@ -289,8 +295,6 @@ class Guard:
             raise failure from error
         else:
             self._tell(None)
-            if operation == "save":
-                self._writes.succeeded()
             return found
         finally:
             self.counters.took(operation, self._clock.monotonic() - began)

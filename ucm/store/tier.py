@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
@@ -25,14 +24,13 @@ from ucm.store.base import (
     StoreFullError,
     StoreUnavailableError,
     TierStats,
-    too_far_behind,
 )
 from ucm.store.compression import Compression, check_installed
-from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verify
+from ucm.store.format import known_codec, scatter, verify
 from ucm.store.shares import Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucm.clock import Clock
     from ucm.store.authentication import Authenticator
@@ -146,58 +144,6 @@ class TierCounters:
 def _add(to: dict[str, int], counts: Mapping[str, int]) -> None:
     for name, count in counts.items():
         to[name] = to.get(name, 0) + count
-
-
-class Room:
-    """Counts the bytes of blocks that writers collect in memory; methods may be called from any thread.
-
-    Args:
-        limit: The most bytes; a single block may have more.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = Lock()
-        self._nbytes = 0
-
-    def take(self, nbytes: int) -> None:
-        """Count the bytes of a block.
-
-        Raises:
-            StoreFullError: They would exceed the limit.
-        """
-        with self._lock:
-            if self._nbytes and self._nbytes + nbytes > self._limit:
-                raise too_far_behind(self._limit)
-            self._nbytes += nbytes
-
-    def give(self, nbytes: int) -> None:
-        """Count the bytes no more."""
-        with self._lock:
-            self._nbytes -= nbytes
-
-
-class BlockWriter(ABC):
-    """Writes one block into a tier: bytes of its file at their offsets, then ``commit`` or ``abort``.
-
-    Used by one thread at a time. Methods raise StoreError; the caller then calls ``abort``.
-    """
-
-    @abstractmethod
-    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Write bytes of the block's file at an offset; ``nbytes`` is the total size of the buffers."""
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Release scarce resources, for instance an open file, until the next call."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Make the block visible, atomically."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Drop the written bytes. Never raises."""
 
 
 class TierOptions(BaseModel):
@@ -398,21 +344,13 @@ class Tier(ABC):
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return a whole stored block, header and layer slices, verified; valid until this thread's next call."""
 
-    @abstractmethod
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Begin a block whose file has ``file_nbytes`` bytes; return None if the tier has the block already."""
+    def has(self, key: BlockKey) -> bool:
+        """Return whether a block exists that is to be saved; called by the threads that save."""
+        return self.contains([key], self.clock.monotonic() + self.timeout)[0]
 
-    def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
-        """Store a whole block, header and layer slices; this may replace an existing one."""
-        del deadline
-        writer = self.writer(key, content.nbytes)
-        if writer is not None:
-            try:
-                writer.write([content], 0, content.nbytes)
-                writer.commit()
-            except StoreError:
-                writer.abort()
-                raise
+    @abstractmethod
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store a whole block atomically, given as pieces of its file. A block that exists may stay or be replaced."""
 
     def stats(self) -> TierStats:
         """Return a snapshot of the counters, and the usage if known."""
@@ -445,7 +383,6 @@ class ValueTier(Tier):
     ) -> None:
         super().__init__(name, timeout, transfer_timeout, breaker, clock=place.clock)
         self.codec, self.authenticator, self.namespace = place.codec, place.authenticator, place.namespace
-        self._room = Room(place.config.save_queue_bytes)
 
     @abstractmethod
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
@@ -454,14 +391,6 @@ class ValueTier(Tier):
         Raises:
             BlockMissingError: There is no such value.
             StoreError: The medium does not answer.
-        """
-
-    @abstractmethod
-    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Store a value, given in pieces, atomically; replace an existing one.
-
-        Raises:
-            StoreError: The value could not be stored.
         """
 
     @abstractmethod
@@ -498,16 +427,6 @@ class ValueTier(Tier):
             self.remove(key, self.clock.monotonic() + self.timeout)
         return there.count(True)
 
-    def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
-        """Store a whole block as one value."""
-        self.put_value(key, [content], deadline)
-
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Return a writer that collects the block in memory; None if the tier has the block already."""
-        if self.contains([key], self.clock.monotonic() + self.timeout)[0]:
-            return None
-        return ValueWriter(partial(self._put, key), file_nbytes, self._room)
-
     def damaged(self, key: BlockKey, error: StoreError, deadline: float) -> StoreError:
         """Delete an unusable block and return the error."""
         error.where = f"{self.name}: {key.hex()}"
@@ -539,44 +458,6 @@ class ValueTier(Tier):
         if refusal is None:
             scatter(stored[codec.offsets[block.first_slice] :], block.slices)
         return refusal
-
-    def _put(self, key: BlockKey, content: Buffer) -> None:
-        self.put(key, content, self.clock.monotonic() + self.transfer_timeout)
-
-
-class ValueWriter(BlockWriter):
-    """Collects a block in memory and stores it as a whole.
-
-    Args:
-        put: Stores the block.
-        nbytes: The length of the block's file.
-        room: What counts the collected bytes.
-
-    Raises:
-        StoreFullError: Too many bytes are collected.
-    """
-
-    def __init__(self, put: Callable[[Buffer], None], nbytes: int, room: Room) -> None:
-        self._put, self._room = put, room
-        self._memory = aligned_buffer(nbytes)
-        room.take(nbytes)
-
-    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Copy bytes into the collected block."""
-        gather(buffers, self._memory[offset : offset + nbytes])
-
-    def pause(self) -> None:
-        """Do nothing: no resources are held."""
-
-    def commit(self) -> None:
-        """Store the block."""
-        self._put(self._memory)
-        self.abort()
-
-    def abort(self) -> None:
-        """Free the memory."""
-        self._room.give(self._memory.nbytes)
-        self._memory = memoryview(b"")
 
 
 #: Nanoseconds between the times of last use of a block and of the next one in its chain, if used in the same span.

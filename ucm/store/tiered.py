@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
-from ucm.store.base import BlockMissingError, IncompleteBlockError, KVStore, StoreError, TransferTask, too_far_behind
+from ucm.store.base import BlockMissingError, KVStore, StoreError, TransferTask, too_far_behind
 from ucm.store.copying import CLOSE_SECONDS, Promoter, WriteBehind
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, known_codec
 from ucm.store.guard import Guard, Throttle, unexpected
@@ -17,18 +17,14 @@ from ucm.store.health import RefusableJob
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucm.clock import Clock, Lock
-    from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
+    from ucm.clock import Clock
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TaskResult, TierStats
     from ucm.store.config import StoreConfig
-    from ucm.store.format import HeaderCodec, Seal
-    from ucm.store.health import Job
-    from ucm.store.tier import BlockWriter, Tier
+    from ucm.store.format import HeaderCodec
+    from ucm.store.tier import Tier
 
 #: Called for every layer slice, and several times as fast as an expression in Python.
 _NBYTES, _CONTIGUOUS, _READONLY = map(attrgetter, ("nbytes", "c_contiguous", "readonly"))
-#: How often to look for blocks that were saved but never committed or discarded, in seconds of use. Between two saves
-#: at most this much counts as use, because an engine that idled for hours may still commit its blocks.
-_SWEEP_SECONDS = 60.0
 #: How many blocks behind the first gap of a prefix are looked up first; then twice as many, and so on.
 _FIRST_WAVE = 8
 #: How long a write-behind job lets loads go first, and how often it checks for loads, in seconds.
@@ -65,160 +61,6 @@ def check_memory(block: BlockTransfer) -> None:
         raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")
 
 
-class Assembly:
-    """One block being assembled, from its first layer slice to ``finish`` or ``abort``.
-
-    The store's lock guards ``pending``, ``commit``, ``discarded`` and ``touched``.
-
-    Args:
-        block: The first transfer of the block, with its key, depth and lease.
-        codec: The codec of the block's stored form.
-        tiers: The tiers to try, in order.
-        lock: The block's own; whoever writes it holds the lock, also while the medium hangs.
-    """
-
-    def __init__(self, block: BlockTransfer, codec: HeaderCodec, tiers: Sequence[Guard], lock: Lock) -> None:
-        self.key, self.depth, self.retain_until = block.key, block.depth, block.retain_until
-        self.pending = 0  #: transfers queued or in progress
-        self.commit: TransferTask | None = None  #: the commit task waiting for this block
-        self.discarded = False
-        self.touched = 0.0  #: when the last transfer was queued, in the store's seconds of use
-        self._codec = codec
-        self._tiers = tiers
-        self._lock = lock
-        self._seals: list[Seal] = [None] * len(codec.geometry.slice_sizes)
-        self._tier: Guard | None = None  # the tier that has the block or receives it
-        self._writer: BlockWriter | None = None  # None if the tier already had the block
-        self._error: StoreError | None = None
-
-    def refuse(self, error: StoreError) -> None:
-        """Fail the block with this error, unless it has failed already."""
-        self._error = self._error or error
-
-    def take(self, block: BlockTransfer, nbytes: int) -> tuple[str, int]:
-        """Write layer slices into the first tier that accepts them; later ones of the block go to the same tier.
-
-        Args:
-            block: The layer slices.
-            nbytes: Their size in bytes.
-
-        Returns:
-            The tier's name, and the bytes written: 0 if the tier already had the block.
-
-        Raises:
-            StoreError: No tier accepted these layer slices or earlier ones.
-        """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self.discarded:
-                raise IncompleteBlockError(f"block {self.key.hex()} was discarded before it was written")
-            if self._tier is not None:
-                if self._writer is None:
-                    return self._tier.name, 0
-                try:
-                    self._write(self._tier, self._writer, block)
-                except StoreError as error:
-                    self._tier.counters.failed("save", error)
-                    self._abort()
-                    self._error = error
-                    raise
-                return self._tier.name, nbytes
-            self._begin(block)
-            return self._known_tier().name, 0 if self._writer is None else nbytes
-
-    def finish(self) -> tuple[str, int]:
-        """Make the block visible.
-
-        Returns:
-            The name of the tier that has the block, and the block's bytes: 0 if the tier already had it.
-
-        Raises:
-            IncompleteBlockError: Layer slices are missing, or no tier accepted them, for the reason that the save gave.
-            StoreError: The tier failed to commit the block.
-        """
-        with self._lock:
-            error = self._error
-            if error is not None:
-                # The save has already reported and counted this error: reporting it as is would count it twice.
-                self._abort()
-                what = f"block {self.key.hex()} was not saved and cannot be committed: {error.what}"
-                raise IncompleteBlockError(what, where=error.where, fix=error.fix) from error
-            tier, writer = self._known_tier(), self._writer
-            if writer is None:
-                for each in self._tiers:
-                    each.used(self.key, self.depth, self.retain_until)
-                return tier.name, 0
-            if None in self._seals:
-                missing = f"{self._seals.count(None)} of its {len(self._seals)} layer slices"
-                incomplete = IncompleteBlockError(f"block {self.key.hex()} was committed without {missing}")
-                tier.counters.failed("commit", incomplete)
-                self._abort()
-                raise incomplete
-            try:
-                tier.write(writer.commit)
-            except StoreError as failure:
-                tier.counters.failed("commit", failure)
-                self._abort()
-                raise
-            nbytes = self._codec.geometry.nbytes
-            tier.counters.saved(nbytes)
-            tier.used(self.key, self.depth, self.retain_until, is_new=True)
-            return tier.name, nbytes
-
-    def abort(self) -> None:
-        """Drop the layer slices written so far."""
-        with self._lock:
-            self._abort()
-
-    def _abort(self) -> None:
-        if self._writer is not None:
-            self._writer.abort()
-            self._writer = None
-
-    def _begin(self, block: BlockTransfer) -> None:
-        """Write the first layer slices into the first tier that accepts them."""
-        for tier in self._tiers:
-            writer = None
-            try:
-                writer = tier.writer(self.key, self._codec.file_nbytes)
-                if writer is not None:
-                    self._write(tier, writer, block)
-            except StoreError as error:
-                tier.counters.failed("save", error)
-                if writer is not None:
-                    writer.abort()
-                self._error = error
-            else:
-                self._tier, self._writer, self._error = tier, writer, None
-                return
-        if self._error is not None:
-            raise self._error
-
-    def _write(self, tier: Guard, writer: BlockWriter, block: BlockTransfer) -> None:
-        codec, first, slices = self._codec, block.first_slice, block.slices
-        self._seals[first : first + len(slices)] = codec.seal(slices)
-        begin, end = codec.offsets[first], codec.offsets[first + len(slices)]
-        whole = len(slices) == len(self._seals)
-        header = None if None in self._seals else codec.encode(self.key, self._seals)
-
-        def write() -> None:
-            if whole and header is not None:
-                writer.write([header, *slices], 0, end)
-            else:
-                writer.write(slices, begin, end - begin)
-                if header is not None:
-                    writer.write([header], 0, codec.nbytes)
-            writer.pause()
-
-        tier.write(write)
-
-    def _known_tier(self) -> Guard:
-        if self._tier is None:
-            raise IncompleteBlockError(f"block {self.key.hex()} was committed without any of its layer slices")
-        return self._tier
-
-
 class TieredStore(KVStore):
     """A store of one or several tiers. It works only in the process that opened it, because a fork has no threads.
 
@@ -236,12 +78,8 @@ class TieredStore(KVStore):
         self._tiers = tuple(tiers)
         self._codec = codec
         self._queue_limit = config.save_queue_bytes
-        self._idle_limit = config.stale_seconds
         self._lock = clock.lock()
-        self._assemblies: dict[BlockKey, Assembly] = {}
         self._queued_bytes = 0
-        self._saved = self._clock.monotonic()  # time of the last save
-        self._used = self._swept = 0.0  # seconds of use until the last save, and until the last sweep
         self._closed = False
         self._loading = 0  # load tasks in progress
         self._throttle = Throttle(clock=clock)
@@ -305,70 +143,29 @@ class TieredStore(KVStore):
         return task
 
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Queue one job per block; see ``Assembly``."""
+        """Queue one job per block, up to a number of bytes."""
         self._check_open()
         codec = known_codec(self._codec)
         sizes = [check_transfer(block, codec) for block in blocks]
+        for block, nbytes in zip(blocks, sizes, strict=True):
+            if nbytes != codec.geometry.nbytes:
+                raise ValueError(f"block {block.key.hex()} is to be saved without all of its layer slices")
         task = TransferTask(len(blocks), clock=self._clock)
-        accepted: list[tuple[Assembly, BlockTransfer, int]] = []
-        refused = []
         with self._lock:
-            now = self._clock.monotonic()
-            self._used += min(now - self._saved, _SWEEP_SECONDS)
-            self._saved, used = now, self._used
-            for block, nbytes in zip(blocks, sizes, strict=True):
-                assembly = self._assemblies.get(block.key)
-                if assembly is None:
-                    assembly = Assembly(block, codec, self._guards, self._clock.lock())
-                    self._assemblies[block.key] = assembly
-                assembly.touched = used
-                if self._queued_bytes and self._queued_bytes + nbytes > self._queue_limit:
-                    refused.append(assembly)
-                    continue
-                assembly.pending += 1
-                self._queued_bytes += nbytes
-                accepted.append((assembly, block, nbytes))
-        first = self._guards[0]
-        for assembly in refused:
-            full = too_far_behind(self._queue_limit)
-            assembly.refuse(full)
-            first.counters.failed("save", full)
-            task.failed(assembly.key, full)
-        jobs = [(block.key, partial(self._save, task, assembly, block, nbytes)) for assembly, block, nbytes in accepted]
-        stuck = first.stuck()
-        first.save_all_later([(key, RefusableJob(run, partial(run, stuck))) for key, run in jobs])
-        self._sweep(used)
+            room = (self._queue_limit - self._queued_bytes) // codec.geometry.nbytes
+            accepted = max(room, 0 if self._queued_bytes else 1)
+            self._queued_bytes += codec.geometry.nbytes * min(accepted, len(blocks))
+        first, refuse = self._guards[0], partial(self._refuse_save, task)
+        for block in blocks[accepted:]:
+            first.counters.failed("save", full := too_far_behind(self._queue_limit))
+            task.failed(block.key, full)
+        first.save_all_later(
+            [
+                (block.key, RefusableJob(partial(self._save, task, block), partial(refuse, block.key)))
+                for block in blocks[:accepted]
+            ]
+        )
         return task
-
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Finish each block on the thread that writes its last layer slice."""
-        self._check_open()
-        distinct = dict.fromkeys(keys)
-        task = TransferTask(len(distinct), clock=self._clock)
-        ready: list[tuple[BlockKey, Assembly | None]] = []
-        with self._lock:
-            for key in distinct:
-                assembly = self._assemblies.pop(key, None)
-                if assembly is not None:
-                    assembly.commit = task
-                if assembly is None or not assembly.pending:
-                    ready.append((key, assembly))
-        self._guards[0].save_all_later([(key, self._finishing(task, key, assembly)) for key, assembly in ready])
-        return task
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop blocks; the thread that is writing a block drops it."""
-        self._check_open()
-        idle = []
-        with self._lock:
-            for key in keys:
-                assembly = self._assemblies.pop(key, None)
-                if assembly is not None:
-                    assembly.discarded = True
-                    if not assembly.pending:
-                        idle.append(assembly)
-        for assembly in idle:
-            self._guards[0].save_later(assembly.key, assembly.abort)
 
     def renew(self, keys: Sequence[BlockKey]) -> None:
         """Let every tier renew the times of last use."""
@@ -383,7 +180,7 @@ class TieredStore(KVStore):
             tier.retain(keys, until, pinned=pinned)
 
     def throttle(self, *, active: bool) -> None:
-        """Delay saves, commits and promotions, as long as few bytes are queued and no caller waits for them."""
+        """Delay saves and promotions, as long as few bytes are queued and no caller waits for them."""
         self._throttle.switch(active=active)
 
     def wait(self, task: Task) -> TaskResult:
@@ -424,14 +221,8 @@ class TieredStore(KVStore):
             if self._closed:
                 return
             self._closed = True
-            for assembly in self._assemblies.values():
-                assembly.discarded = True
-            idle = [assembly for assembly in self._assemblies.values() if not assembly.pending]
-            self._assemblies.clear()
         self._throttle.hurry()
         self._promoter.close()
-        for assembly in idle:
-            assembly.abort()
         self._guards[0].finish_saves()
         until = self._clock.monotonic() + CLOSE_SECONDS
         for lanes in self._behind:
@@ -505,90 +296,61 @@ class TieredStore(KVStore):
         if failed and not last:
             self._load_from(number + 1, task, [block for block, _ in failed])
 
-    def _save(
-        self,
-        task: TransferTask,
-        assembly: Assembly,
-        block: BlockTransfer,
-        nbytes: int,
-        refusal: StoreError | None = None,
-    ) -> None:
+    def _save(self, task: TransferTask, block: BlockTransfer) -> None:
         try:
-            if refusal is None:
-                tier, moved = assembly.take(block, nbytes)
-                task.succeeded(assembly.key, tier, moved)
-            else:  # another layer slice's thread may be stuck inside the assembly: do not wait for its lock
-                assembly.refuse(refusal)
-                self._guards[0].counters.failed("save", refusal)
-                task.failed(assembly.key, refusal)
+            number, written = self._put(block)
         except StoreError as error:
-            task.failed(assembly.key, error)
-        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
-            failure = unexpected(error)
-            assembly.refuse(failure)
-            self._guards[0].counters.failed("save", failure)
-            task.failed(assembly.key, failure)
-        with self._lock:
-            self._queued_bytes -= nbytes
-            assembly.pending -= 1
-            # Read this under the lock: a later commit or discard finds nothing pending and handles the block itself.
-            commit, discarded = assembly.commit, assembly.discarded
-            idle = not assembly.pending
-        if idle and commit is not None:
-            self._finish(assembly, commit)
-        elif idle and discarded:
-            assembly.abort()
-
-    def _finishing(self, task: TransferTask, key: BlockKey, assembly: Assembly | None) -> Job:
-        if assembly is None:
-            return RefusableJob(
-                partial(self._commit_unknown, task, key), partial(task.failed, key, self._guards[0].stuck())
-            )
-        return RefusableJob(partial(self._finish, assembly, task), partial(self._finish, assembly, task, refused=True))
-
-    def _finish(self, assembly: Assembly, task: TransferTask, *, refused: bool = False) -> None:
-        if refused:
-            assembly.refuse(self._guards[0].stuck())
-        try:
-            tier, nbytes = assembly.finish()
-        except StoreError as error:
-            task.failed(assembly.key, error)
-        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
-            failure = unexpected(error)
-            self._guards[0].counters.failed("commit", failure)
-            assembly.abort()
-            task.failed(assembly.key, failure)
-        else:
-            self._feed(assembly, tier)
-            task.succeeded(assembly.key, tier, nbytes)
-
-    def _feed(self, block: Assembly, above: str) -> None:
-        """Queue a block that one tier has to be written to the tiers below it."""
-        below = False
-        for guard, lanes in zip(self._guards, ((), *self._behind), strict=True):
-            if below:
-                lanes[guard.tier.lane(block.key)].add(block.key, block.depth, block.retain_until)
-            below = below or guard.name == above
-
-    def _commit_unknown(self, task: TransferTask, key: BlockKey) -> None:
-        for tier in self._guards:
-            if tier.contains([key])[0]:
-                task.succeeded(key, tier.name, 0)
-                return
-        error = IncompleteBlockError(f"block {key.hex()} was committed without any of its layer slices")
-        self._guards[0].counters.failed("commit", error)
-        task.failed(key, error)
-
-    def _sweep(self, used: float) -> None:
-        """Discard blocks that were not used for a long time."""
-        if used - self._swept < _SWEEP_SECONDS:
+            self._saved(task, block.key, error)
             return
-        self._swept = used
+        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
+            failure = unexpected(error)
+            self._guards[0].counters.failed("save", failure)
+            self._saved(task, block.key, failure)
+            return
+        for guard, lanes in zip(self._guards[number + 1 :], self._behind[number:], strict=True):
+            lanes[guard.tier.lane(block.key)].add(block.key, block.depth, block.retain_until)
+        self._saved(task, block.key, self._guards[number].name, written)
+
+    def _put(self, block: BlockTransfer) -> tuple[int, int]:
+        """Write a block into the first tier that accepts it, unless a tier has it.
+
+        Returns:
+            The tier's number, and the bytes written.
+
+        Raises:
+            StoreError: No tier accepted it; the last one's error.
+        """
+        codec, failures = known_codec(self._codec), list[StoreError]()
+        nbytes = codec.geometry.nbytes
+        pieces: list[Buffer | bytearray] = []
+        for number, guard in enumerate(self._guards):
+            try:
+                if guard.has(block.key):
+                    for each in self._guards:
+                        each.used(block.key, block.depth, block.retain_until)
+                    return number, 0
+                pieces = pieces or [codec.encode(block.key, codec.seal(block.slices)), *block.slices]
+                guard.put(block.key, pieces, nbytes, block.depth, block.retain_until)
+            except StoreError as error:
+                guard.counters.failed("save", error)
+                failures.append(error)
+            else:
+                return number, nbytes
+        raise failures[-1]
+
+    def _refuse_save(self, task: TransferTask, key: BlockKey) -> None:
+        stuck = self._guards[0].stuck()
+        self._guards[0].counters.failed("save", stuck)
+        self._saved(task, key, stuck)
+
+    def _saved(self, task: TransferTask, key: BlockKey, outcome: StoreError | str, nbytes: int = 0) -> None:
+        """Report a block's outcome: an error, or the tier that has it."""
         with self._lock:
-            forgotten = [
-                assembly.key for assembly in self._assemblies.values() if used - assembly.touched > self._idle_limit
-            ]
-        self.discard(forgotten)
+            self._queued_bytes -= known_codec(self._codec).geometry.nbytes
+        if isinstance(outcome, StoreError):
+            task.failed(key, outcome)
+        else:
+            task.succeeded(key, outcome, nbytes)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -73,13 +72,8 @@ def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) 
 
 
 def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, version: int = 0) -> TaskResult:
-    """Save and commit whole blocks: what the commit says, but of what was not saved what the save says."""
-    memories = filled(keys, geometry, version)
-    saved = store.save([memory.transfer() for memory in memories])
-    committed = store.commit(keys)
-    reasons = store.wait(saved).failed
-    result = store.wait(committed)
-    return replace(result, failed={block: reasons.get(block, error) for block, error in result.failed.items()})
+    """Save whole blocks, and wait for them."""
+    return store.wait(store.save([memory.transfer() for memory in filled(keys, geometry, version)]))
 
 
 def fetch(

@@ -65,7 +65,6 @@ class StoreConformance(SavingConformance):
         memory = filled(KEYS[4:5], geometry)[0]
         blocks = [BlockTransfer(memory.key, memory.slices, depth=4, retain_until=until)]
         assert store.wait(store.save(blocks)).failed == {}
-        assert store.wait(store.commit(KEYS[4:5])).failed == {}
         assert store.lookup_on_prefix(KEYS) == 5
         assert fetch(store, KEYS[:5], geometry)[0] == {block: content(block, geometry) for block in KEYS[:5]}
 
@@ -144,7 +143,6 @@ class StoreConformance(SavingConformance):
         memory = Memory(KEYS[0], geometry, whole)
         frozen = [memoryview(bytes(layer_slice)) for layer_slice in memory.slices]
         store.wait(store.save([BlockTransfer(KEYS[0], frozen)]))
-        store.wait(store.commit(KEYS[:1]))
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
 
     def test_memory_may_be_of_any_type_and_shape(self, config: StoreConfig) -> None:
@@ -152,7 +150,6 @@ class StoreConformance(SavingConformance):
         into = [np.zeros_like(array) for array in arrays]
         with open_store(config, NAMESPACE, EVEN) as store:
             store.wait(store.save([BlockTransfer(KEYS[0], [array.data for array in arrays])]))
-            store.wait(store.commit(KEYS[:1]))
             for first in (0, 3):
                 part = [array.data for array in into[first:]]
                 assert store.wait(store.load([BlockTransfer(KEYS[0], part, first)])).failed == {}
@@ -163,11 +160,10 @@ class StoreConformance(SavingConformance):
         for block in KEYS:
             memory.data[:] = content(block, geometry)
             store.wait(store.save([BlockTransfer(block, memory.slices)]))
-        store.wait(store.commit(KEYS))
         assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
 
     def test_tasks_end_once(self, store: KVStore, geometry: BlockGeometry) -> None:
-        for task in (store.save([]), store.load([]), store.commit([])):
+        for task in (store.save([]), store.load([])):
             assert store.check(task)
             assert store.wait(task).nbytes == 0
         task = store.save([memory.transfer() for memory in filled(KEYS, geometry)])
@@ -184,8 +180,6 @@ class StoreConformance(SavingConformance):
             lambda: store.lookup_on_prefix(KEYS),
             lambda: store.load([transfer]),
             lambda: store.save([transfer]),
-            lambda: store.commit(KEYS),
-            lambda: store.discard(KEYS),
         ):
             with pytest.raises(ValueError, match="closed"):
                 call()
@@ -220,7 +214,6 @@ class StoreConformance(SavingConformance):
                     assert data == content(block, geometry)
                 parts = filled(some[:2], geometry)
                 store.wait(store.save([memory.transfer() for memory in parts]))
-                store.discard(some[:1]) if chance.random() < 0.3 else store.wait(store.commit(some[:2]))
                 found = store.lookup(some)
                 assert len(found) == len(some)
 

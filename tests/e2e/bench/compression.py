@@ -251,8 +251,7 @@ def _store(stock: Stock, keys: Sequence[BlockKey], speed: float, compression: st
     options = RedisOptions.model_validate({"compression": compression, "transfer_timeout": 600.0})
     store = TieredStore([RedisTier(options, place, ThrottledClient(speed))], codec, config)
     memories = [Memory(one, stock.geometry, bytes(stock.bodies[n % len(stock.bodies)])) for n, one in enumerate(keys)]
-    store.wait(store.save([memory.transfer() for memory in memories]))
-    if store.wait(store.commit(keys)).failed:
+    if store.wait(store.save([memory.transfer() for memory in memories])).failed:
         raise ValueError("blocks were not saved")
     return store
 

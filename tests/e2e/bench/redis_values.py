@@ -134,7 +134,7 @@ class Ours:
         """Header and layer slices."""
         slices = self._slices(value)
         header = self._codec.encode(key, self._codec.seal(slices))
-        self._tier.put_value(key, [header, *slices], time.monotonic() + _LONG)
+        self._tier.put(key, [header, *slices], time.monotonic() + _LONG)
 
     def load(self, key: BlockKey, into: memoryview) -> None:
         """Into the layer slices' memory, verified."""

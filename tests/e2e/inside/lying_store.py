@@ -34,12 +34,6 @@ class LyingStore(KVStore):
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         return self._store.save([BlockTransfer(b.key, [_other(s) for s in b.slices], b.first_slice) for b in blocks])
 
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        return self._store.commit(keys)
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        self._store.discard(keys)
-
     def wait(self, task: Task) -> TaskResult:
         return self._store.wait(task)
 

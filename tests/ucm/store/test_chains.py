@@ -42,7 +42,6 @@ def save(store: KVStore, keys: Sequence[BlockKey], first: int = 0) -> None:
     memories = [Memory(block, SMALL, content(block, SMALL)) for block in fresh]
     blocks = [BlockTransfer(m.key, m.slices, depth=depth) for depth, m in enumerate(memories, first)]
     store.wait(store.save(blocks))
-    store.wait(store.commit(fresh))
 
 
 def load(store: KVStore, keys: Sequence[BlockKey], first: int = 0) -> None:

@@ -19,13 +19,12 @@ from tests.ucm.store.keys import key_file
 from ucm.config.load import check_connector_config, load_connector_config
 from ucm.errors import ConfigError, UcmError
 from ucm.store import compression
-from ucm.store.base import BlockCompressedError, BlockCorruptError, BlockGeometry, StoreFullError
+from ucm.store.base import BlockCompressedError, BlockCorruptError, BlockGeometry
 from ucm.store.compression import FRAME, pack, unpack
 from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, stored_blocks, take_stock
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.tier import Directory
-from ucm.store.tier import Room, ValueWriter
 from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
@@ -231,16 +230,3 @@ def test_loading_by_layers_does_not_go_with_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="once for every layer"):
         load_connector_config({"connector": "layerwise", "store": store})
     assert load_connector_config({"connector": "direct", "store": store}).store.tiers == LOSSLESS
-
-
-def test_collected_bytes_are_bounded() -> None:
-    room, put = Room(1000), list[memoryview]()
-    first = ValueWriter(put.append, 600, room)
-    with pytest.raises(StoreFullError):
-        ValueWriter(put.append, 600, room)
-    first.write([bytearray(600)], 0, 600)
-    first.commit()
-    second = ValueWriter(put.append, 1200, room)  # alone, a block may be larger
-    second.abort()
-    ValueWriter(put.append, 600, room)
-    assert list(map(len, put)) == [600]

@@ -28,7 +28,7 @@ from ucm.store.base import (
 )
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.format import HeaderCodec
+from ucm.store.format import HeaderCodec, gather
 from ucm.store.memory import dram
 from ucm.store.memory.dram import DramTier
 from ucm.store.memory.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.clock import Clock
-    from ucm.store.base import BlockGeometry, BlockKey, KVStore
-    from ucm.store.tier import BlockWriter
+    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore
     from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
@@ -111,7 +110,6 @@ def test_a_chain_that_is_written_slowly_is_evicted_from_its_end(config: StoreCon
     with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         for depth, memory in enumerate(filled(chain, EVEN)):
             store.wait(store.save([replace(memory.transfer(), depth=depth)]))
-            store.wait(store.commit([memory.key]))
             clock.advance(3.0)
         assert save(store, others, EVEN).failed == {}
         left = there(store, chain)
@@ -189,17 +187,27 @@ def test_a_block_beyond_the_capacity_is_refused(config: StoreConfig, clock: Simu
         assert held(small) < 8192
 
 
-def test_what_is_being_written_is_never_evicted(config: StoreConfig, clock: SimulatedClock) -> None:
-    with open_store(config, NAMESPACE, EVEN, clock=clock) as store, open_store(config, "m", EVEN, clock=clock) as other:
-        memories = filled(KEYS[:40], EVEN)
-        saved = store.wait(store.save([memory.transfer(0, 1) for memory in memories]))
-        assert {type(error) for error in saved.failed.values()} == {StoreFullError}
-        begun = list(saved.done)
-        assert 15 <= len(begun) <= 20
+def test_what_is_being_written_is_never_evicted(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
+    many = replace(config, save_threads=20)
+    begun, goes_on = list[int](), clock.event()
+
+    def slow(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
+        begun.append(len(target))
+        goes_on.wait()
+        gather(source, target)
+
+    with open_store(many, NAMESPACE, EVEN, clock=clock) as store, open_store(config, "m", EVEN, clock=clock) as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(dram, "gather", slow)
+            memories = filled(KEYS[:20], EVEN)
+            task = store.save([memory.transfer() for memory in memories])
+            clock.run_until(lambda: len(begun) == 20)
         assert isinstance(save(other, KEYS[:1], EVEN).failed[KEYS[0]], StoreFullError)
-        store.wait(store.save([memory.transfer(1) for memory in memories if memory.key in begun]))
-        assert store.wait(store.commit(begun)).failed == {}
-        assert fetch(store, begun, EVEN) == (right(begun), {})
+        goes_on.set()
+        assert store.wait(task).failed == {}
+        assert fetch(store, KEYS[:20], EVEN) == (right(KEYS[:20]), {})
         assert save(other, KEYS[:1], EVEN).failed == {}
 
 
@@ -222,12 +230,16 @@ def test_a_killed_process_leaves_whole_blocks_and_no_lock(
     config: StoreConfig, memory: str, clock: SimulatedClock
 ) -> None:
     program = f"""
-        import sys, threading
-        from tests.ucm.store.test_dram import CAPACITY, EVEN, KEYS, StoreConfig, filled, open_store, save
+        import threading
+        from tests.ucm.store.test_dram import CAPACITY, EVEN, KEYS, StoreConfig, dram, filled, open_store, save
         config = StoreConfig(pipeline="Dram", dram_directory={memory!r}, dram_capacity_bytes=CAPACITY, save_nice=0)
         store = open_store(config, "n", EVEN)
         save(store, KEYS[:5], EVEN)
-        store.wait(store.save([memory.transfer(0, 2) for memory in filled(KEYS[5:15], EVEN)]))
+        begun = threading.Semaphore(0)
+        dram.gather = lambda source, target: (begun.release(), threading.Event().wait())
+        store.save([memory.transfer() for memory in filled(KEYS[5:15], EVEN)])
+        for _ in range(config.save_threads):
+            begun.acquire()
         print("ready", flush=True)
         threading.Event().wait()
     """
@@ -331,18 +343,10 @@ class Tier:
         self.tier = DramTier(TierOptions(), TierPlace("Dram", namespace, geometry, self.codec, config, clock=clock))
         self.geometry = geometry
 
-    def begin(self, block: BlockKey) -> BlockWriter:
-        """Return the writer of a block that is written but not yet committed."""
-        writer = self.tier.writer(block, self.codec.file_nbytes)
-        assert writer is not None
-        (memory,) = filled([block], self.geometry)
-        slices = memory.transfer().slices
-        writer.write([self.codec.encode(block, self.codec.seal(slices)), *slices], 0, self.codec.file_nbytes)
-        return writer
-
     def save(self, *blocks: BlockKey) -> None:
-        for block in blocks:
-            self.begin(block).commit()
+        for memory in filled(blocks, self.geometry):
+            slices = memory.transfer().slices
+            self.tier.put(memory.key, [self.codec.encode(memory.key, self.codec.seal(slices)), *slices], 0.0)
 
     def there(self, blocks: Sequence[BlockKey]) -> list[BlockKey]:
         return [block for block, found in zip(blocks, self.tier.contains(blocks, 0.0), strict=True) if found]
@@ -412,17 +416,22 @@ def test_taking_segments_from_each_other_leaks_no_descriptors(config: StoreConfi
     assert descriptors(config) == 0
 
 
-def test_a_slot_of_a_dropped_block_is_used_only_under_the_lock(config: StoreConfig) -> None:
+def test_a_slot_of_a_block_that_failed_is_used_only_under_the_lock(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = replace(config, dram_capacity_bytes=2 * (136 << 10))
     one, other = Tier(small), Tier(small, "m")
-    pending = [one.begin(KEYS[0]), one.begin(KEYS[1])]
-    with pytest.raises(StoreFullError):
-        one.begin(KEYS[2])
-    pending[1].abort()
-    pending[0].commit()
-    late = one.begin(KEYS[3])
+
+    def fail(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
+        raise MemoryError(f"{len(source)} pieces, {len(target)} bytes")
+
+    one.save(KEYS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(dram, "gather", fail)
+        with pytest.raises(MemoryError):
+            one.save(KEYS[1])
     other.save(KEYS[4])
-    late.commit()
+    one.save(KEYS[3])
     assert one.there(KEYS[:5]) == [KEYS[3]]
     assert other.there(KEYS[:5]) == [KEYS[4]]
     for tier, block in ((one, KEYS[3]), (other, KEYS[4])):
@@ -488,7 +497,7 @@ def test_a_failed_eviction_keeps_no_segment_locked(
         patch.setattr(Segment, "publish", no_publish)
         for _ in range(30):
             with pytest.raises(StoreUnavailableError):
-                other.begin(KEYS[30])
+                other.save(KEYS[30])
     other.save(KEYS[30])
     one.save(*KEYS[40:50])
     assert one.there(KEYS[40:50]) == KEYS[40:50]
@@ -503,6 +512,6 @@ def test_a_segment_that_cannot_be_published_is_deleted(config: StoreConfig, monk
 
     monkeypatch.setattr(Segment, "publish", refused)
     with pytest.raises(StoreUnavailableError):
-        one.begin(KEYS[0])
+        one.save(KEYS[0])
     assert list(Path(layout_of(config).temporary).iterdir()) == []
     assert descriptors(config) == before

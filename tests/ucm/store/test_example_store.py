@@ -50,7 +50,7 @@ def test_what_fails_is_counted_and_named(tmp_path: Path) -> None:
         assert set(save(store, keys, EVEN).failed) == set(keys)
         assert store.lookup(keys) == [False, False]
         assert fetch(store, keys, EVEN)[0] == {}
-        assert store.stats()["shelf"].failures == {"commit.unavailable": 2, "load.missing": 2}
+        assert store.stats()["shelf"].failures == {"save.unavailable": 2, "load.missing": 2}
     with open_store(shelf(tmp_path), "model", EVEN) as store:
         assert save(store, keys, EVEN).failed == {}
         for file in tmp_path.rglob(keys[0].hex()):

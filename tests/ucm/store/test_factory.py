@@ -49,8 +49,8 @@ class ShelfTier(ValueTier):
             raise BlockMissingError("no")
         return memoryview(self.blocks[key])
 
-    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        self.blocks[key] = b"".join(buffers)
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        self.blocks[key] = b"".join(pieces)
 
     def remove(self, key: BlockKey, deadline: float) -> None:
         self.blocks.pop(key, None)
@@ -141,9 +141,7 @@ def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.
 def test_the_empty_store_takes_everything_and_has_nothing() -> None:
     with open_store(StoreConfig(pipeline="Empty"), "n", ODD) as store:
         memories = filled(KEYS, ODD)
-        assert store.wait(store.save([memory.transfer() for memory in memories])).failed == {}
-        assert set(store.wait(store.commit(KEYS)).done) == set(KEYS)
-        store.discard(KEYS)
+        assert set(store.wait(store.save([memory.transfer() for memory in memories])).done) == set(KEYS)
         assert store.lookup(KEYS) == [False] * 3
         assert store.lookup_on_prefix(KEYS) == 0
         task = store.load([memory.transfer() for memory in memories])

@@ -12,12 +12,13 @@ import pytest
 
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.store import copying, tiered
-from ucm.store.base import BlockMissingError, StoreTimeoutError, TransferTask
+from ucm.store.base import BlockMissingError, StoreFullError, StoreTimeoutError, TransferTask
 from ucm.store.factory import open_store
 from ucm.store.health import Pool, RefusableJob
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
+from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.tier import PosixTier, _Question
 from ucm.store.tier import RecentKeys, TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ucm.clock import Event
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore
     from ucm.store.config import StoreConfig
+    from ucm.store.posix.tier import Directory
     from ucm.store.tier import Outcome
     from ucm.testing.clock import SimulatedClock
 
@@ -72,12 +74,22 @@ class ServerTier(ValueTier):
             raise BlockMissingError("no")
         return memoryview(SERVER.values[key])
 
-    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
         self._answer(deadline)
-        SERVER.values[key] = b"".join(buffers)
+        SERVER.values[key] = b"".join(pieces)
 
     def remove(self, key: BlockKey, deadline: float) -> None:
         del SERVER.values[key]
+
+
+class FullTier(ServerTier):
+    """Answers, but has no room."""
+
+    puts = 0
+
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        type(self).puts += 1
+        raise StoreFullError(f"no room for {len(pieces)} pieces of {key.hex()} by {deadline}")
 
 
 @pytest.fixture
@@ -101,6 +113,23 @@ def empty(config: StoreConfig) -> None:
 
 def eventually(clock: SimulatedClock, store: KVStore, tier: str, **values: float) -> None:
     clock.run_until(lambda: all(getattr(store.stats()[tier], name) == value for name, value in values.items()))
+
+
+def test_a_full_server_rests_from_writes_and_is_read(
+    config: StoreConfig, server: Server, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FullTier, "puts", 0)
+    full = replace(config, pipeline=f"{HERE}:FullTier", rest_seconds=REST, save_threads=1)
+    with open_store(full, "n", EVEN, clock=clock) as store:
+        result = save(store, KEYS, EVEN)
+        assert {error.cause for error in result.failed.values()} == {"full"}
+        assert FullTier.puts == full.failures_until_rest < len(KEYS)
+        server.values[KEYS[0]] = b"a block that is there"
+        assert store.lookup(KEYS[:2]) == [True, False]
+        assert set(save(store, KEYS[:2], EVEN).done) == set(KEYS[:1])
+        clock.advance(REST)
+        save(store, KEYS[1:], EVEN)
+        assert FullTier.puts == full.failures_until_rest + 1, "the probe"
 
 
 # Written behind.
@@ -164,32 +193,30 @@ def test_closing_waits_once_for_all_writes_that_hang(
     for root in roots:
         root.mkdir()
     low = replace(config, pipeline="Dram|Posix", dram_directory=memory, directories=tuple(map(str, roots)))
-    directory = FrozenDirectory(monkeypatch, str(tmp_path / "low-"), clock=clock)
-    directory.thawed.set()
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "low-"), clock=clock)
+    frozen.thawed.set()
     hanging, together = set[str](), clock.event()
-    write = posix_files.BlockFileWriter.write
+    write = posix_files.write_block
 
-    def hang(
-        self: posix_files.BlockFileWriter, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int
-    ) -> None:
-        hanging.add(self._directory.layout.root)
+    def hang(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | bytearray]) -> None:
+        hanging.add(directory.layout.root)
         if len(hanging) == len(roots):
-            directory.thawed.clear()
+            frozen.thawed.clear()
             together.set()
         together.wait()
-        write(self, buffers, offset, nbytes)
+        write(directory, key, pieces)
 
-    monkeypatch.setattr(posix_files.BlockFileWriter, "write", hang)
+    monkeypatch.setattr(posix_tier, "write_block", hang)
     store = open_store(low, "n", EVEN, clock=clock)
     save(store, KEYS, EVEN)
     clock.run_until(lambda: len(hanging) == len(roots))
     clock.run_until_idle()
-    assert directory.calls >= len(roots)
+    assert frozen.calls >= len(roots)
     began = clock.monotonic()
     store.close()
     assert clock.monotonic() - began < 2 * copying.CLOSE_SECONDS
     assert store.stats()["posix"].failures["save.unavailable"] == len(KEYS)
-    directory.thawed.set()
+    frozen.thawed.set()
 
 
 def test_closing_writes_what_waits(both: StoreConfig, server: Server, clock: SimulatedClock) -> None:

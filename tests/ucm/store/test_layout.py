@@ -33,7 +33,7 @@ from ucm.store.posix.layout import (
     write_identity,
 )
 from ucm.store.posix.scan import clean_up
-from ucm.testing.blocks import ODD, filled, key, save
+from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
     from ucm.testing.clock import SimulatedClock
@@ -150,12 +150,10 @@ def test_a_store_in_use_deletes_what_is_stale(config: StoreConfig, clock: Simula
     left = Path(layout.temporary, owner_name().replace(f"-{os.getpid()}-", "-999999999-"))
     left.write_bytes(b"x" * 1000)
     with open_store(config, "n", ODD, clock=clock) as store:
-        writing = filled([key(2)], ODD)[0]
-        store.wait(store.save([writing.transfer()]))
         save(store, [key(1)], ODD)
         clock.advance(posix_space._FIRST_SECONDS + 1)
         assert not left.exists()
-        assert store.wait(store.commit([key(2)])).failed == {}
+        assert save(store, [key(2)], ODD).failed == {}
 
 
 def test_it_lies_in_every_directory_and_for_its_owner_alone(tmp_path: Path) -> None:

@@ -230,8 +230,7 @@ def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: Simula
     (one,) = chain(0, 1)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         memory = Memory(one, SMALL, content(one, SMALL))
-        store.wait(store.save([BlockTransfer(one, memory.slices, retain_until=until)]))
-        assert not store.wait(store.commit([one])).failed
+        assert not store.wait(store.save([BlockTransfer(one, memory.slices, retain_until=until)])).failed
         settle(clock)
         before = stamps(patient, [one])
         store.retain([one], until, pinned=True)
@@ -281,7 +280,6 @@ def test_blocks_are_saved_with_their_lease_in_every_tier(
         memories = [Memory(one, SMALL, content(one, SMALL)) for one in keys]
         blocks = [BlockTransfer(m.key, m.slices, depth=d, retain_until=until) for d, m in enumerate(memories)]
         store.wait(store.save(blocks))
-        store.wait(store.commit(keys))
         assert store.flush(60.0)
         settle(clock)
         assert stamps(patient, keys) == [kept_until(until, depth) for depth in range(3)]

@@ -60,11 +60,12 @@ def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Froze
     store.throttle(active=True)
     assert not store.flush(0)
     memories = filled(KEYS, EVEN)
-    tasks = [store.save([memory.transfer() for memory in memories]), store.commit(KEYS)]
+    tasks = [store.save([memory.transfer() for memory in memories[first : first + 4]]) for first in (0, 4)]
     into = filled(KEYS, EVEN, version=1)
     assert not any(store.check(task) for task in tasks)
     frozen.thaw()
-    assert [dict(store.wait(task).done) for task in tasks] == [dict.fromkeys(KEYS, "posix")] * 2
+    for first, task in zip((0, 4), tasks, strict=True):
+        assert dict(store.wait(task).done) == dict.fromkeys(KEYS[first : first + 4], "posix")
     tasks.append(store.load([memory.transfer() for memory in into]))
     assert set(store.wait(tasks[2]).done) == set(KEYS)
     assert all(store.check(task) for task in tasks)
@@ -72,27 +73,17 @@ def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Froze
     assert store.lookup(KEYS) == [True] * 8
 
 
-def test_what_was_discarded_meanwhile_is_not_stored(frozen: Frozen) -> None:
-    saved = frozen.store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
-    frozen.store.discard(KEYS[:4])
-    committed = frozen.store.commit(KEYS)
-    frozen.thaw()
-    frozen.store.wait(saved)
-    assert set(frozen.store.wait(committed).done) == set(KEYS[4:])
-    assert frozen.store.lookup(KEYS) == [False] * 4 + [True] * 4
-
-
 def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(
     frozen: Frozen, clock: SimulatedClock
 ) -> None:
     store, memories = frozen.store, filled(KEYS, EVEN)
-    tasks = [store.save([memory.transfer() for memory in memories]), store.commit(KEYS)]
+    tasks = [store.save([memory.transfer() for memory in memories])]
     clock.advance(frozen.config.stuck_seconds)
     tasks.append(store.load([memory.transfer() for memory in filled(KEYS, EVEN)]))
     assert all(store.check(task) for task in tasks)
     failed = [store.wait(task).failed for task in tasks]
-    assert [{error.cause for error in of_task.values()} for of_task in failed] == [{"timeout"}] * 3
-    assert [set(of_task) for of_task in failed] == [set(KEYS)] * 3
+    assert [{error.cause for error in of_task.values()} for of_task in failed] == [{"timeout"}] * 2
+    assert [set(of_task) for of_task in failed] == [set(KEYS)] * 2
     for memory in memories:
         memory.data[:] = bytes(len(memory.data))
     frozen.thaw()
@@ -112,7 +103,7 @@ def test_closing_leaves_the_opening_to_itself(frozen: Frozen, clock: SimulatedCl
     clock.advance(frozen.config.stuck_seconds)
     frozen.store.close()
     with pytest.raises(ValueError, match="closed"):
-        frozen.store.commit(KEYS)
+        frozen.store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
 
 
 def test_what_is_opened_after_the_end_is_closed(clock: SimulatedClock) -> None:
@@ -149,7 +140,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
 
 def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) -> None:
     memory = filled(KEYS[:1], EVEN)[0]
-    task = frozen.store.save([memory.transfer(1)])
+    task = frozen.store.save([memory.transfer()])
     wrong = frozen.store.save([BlockTransfer(KEYS[1], [memoryview(b"short")])])
     frozen.thaw()
     assert frozen.store.wait(task).failed == {}
@@ -162,7 +153,6 @@ def test_an_open_store_is_the_store_itself(config: StoreConfig, clock: Simulated
     assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
     assert store.lookup_on_prefix(KEYS) == 8
     store.throttle(active=False)
-    store.discard(KEYS)
     assert fetch(store, KEYS, EVEN) == ({block: content(block, EVEN) for block in KEYS}, {})
     assert store.stats()["posix"].saved_blocks == 8
     store.close()

@@ -12,30 +12,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ucm.errors import ConfigError
-from ucm.store.base import IncompleteBlockError, StoreFullError
+from ucm.store.base import StoreFullError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.posix import files as posix_files
 from ucm.store.posix import tier as posix_tier
+from ucm.store.posix.files import _write
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.paths import NewFile, file_system_of
-from ucm.store.posix.scan import clean_up
-from ucm.store.tiered import TieredStore
-from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
+from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
-    from ucm.clock import Clock
-    from ucm.store.base import KVStore
+    from collections.abc import Sequence
+
+    from ucm.store.base import Buffer
+    from ucm.store.posix.tier import Directory
     from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
-
-
-def save_one(store: KVStore, number: int) -> Memory:
-    """Save a block without committing it; the memory must live as long as nobody waited."""
-    memory = filled([key(number)], ODD)[0]
-    store.wait(store.save([memory.transfer()]))
-    return memory
 
 
 def test_only_the_owner_reads(config: StoreConfig, clock: SimulatedClock) -> None:
@@ -43,7 +38,6 @@ def test_only_the_owner_reads(config: StoreConfig, clock: SimulatedClock) -> Non
     try:
         with open_store(config, NAMESPACE, ODD, clock=clock) as store:
             save(store, KEYS, ODD)
-            save_one(store, 100)
             root = Path(config.directories[0])
             for path in root.rglob("*"):
                 assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
@@ -78,48 +72,26 @@ def test_blocks_are_touched_on_ceph_alone(
         assert len(touched) == expected
 
 
-def test_nothing_is_left_when_a_block_is_dropped(config: StoreConfig, clock: SimulatedClock) -> None:
-    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
-        save_one(store, 1)
-        assert len(files(config.directories[0])) == 1
-        store.discard([key(1)])
-        save_one(store, 2)
-        store.wait(store.save([filled([key(3)], ODD)[0].transfer(0, 1)]))
-        store.wait(store.commit([key(3)]))
-    assert files(config.directories[0]) == []
+def test_two_writers_leave_one_whole_block(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
+    written, goes_on = clock.event(), clock.event()
 
+    def late(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int) -> NewFile:
+        file = _write(directory, pieces, nbytes)
+        if not written.is_set():
+            written.set()
+            goes_on.wait()
+        return file
 
-def test_forgotten_blocks_are_dropped_in_time(config: StoreConfig, clock: SimulatedClock) -> None:
-    with open_store(replace(config, stale_seconds=300.0), NAMESPACE, ODD, clock=clock) as store:
-        save_one(store, 1)
-        for number in range(2, 8):
-            clock.advance(60)
-            save_one(store, number)
-        committed = store.wait(store.commit([key(1), key(3)]))
-        assert set(committed.done) == {key(3)}
-        assert store.lookup([key(1)]) == [False]
-
-
-def test_what_waits_while_an_engine_idles_is_not_forgotten(config: StoreConfig, clock: SimulatedClock) -> None:
-    with open_store(config, NAMESPACE, ODD, clock=clock) as store:
-        save_one(store, 1)
-        (temporary,) = files(config.directories[0])
-        os.utime(temporary, (1, 1))
-        assert clean_up(config.directories[0], config.stale_seconds) == 0
-        clock.advance(10 * config.stale_seconds)
-        save_one(store, 2)
-        assert store.wait(store.commit([key(1), key(2)])).failed == {}
-
-
-def test_two_writers_leave_one_whole_block(config: StoreConfig, clock: SimulatedClock) -> None:
+    monkeypatch.setattr(posix_files, "_write", late)
     with open_store(config, NAMESPACE, ODD, clock=clock) as one, open_store(config, NAMESPACE, ODD, clock=clock) as two:
-        memories = filled([KEYS[0]], ODD, version=1), filled([KEYS[0]], ODD, version=2)
-        for first, count in ((0, 3), (3, None)):
-            one.wait(one.save([memories[0][0].transfer(first, count)]))
-            two.wait(two.save([memories[1][0].transfer(first, count)]))
-        one.wait(one.commit(KEYS[:1]))
-        assert fetch(two, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD, 1)}
-        assert two.wait(two.commit(KEYS[:1])).failed == {}
+        (slow,) = filled(KEYS[:1], ODD, version=2)
+        task = two.save([slow.transfer()])
+        written.wait()
+        assert save(one, KEYS[:1], ODD, version=1).failed == {}
+        goes_on.set()
+        assert two.wait(task).failed == {}
         assert fetch(one, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD, 1)}  # with its lease, if it has one
     assert len(files(config.directories[0])) == 1
 
@@ -155,9 +127,6 @@ def test_a_save_too_many_is_refused_and_nothing_waits(
         assert set(result.done) == set(KEYS[:2])
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
         assert {error.fix.split(",")[0] for error in result.failed.values()} == {"raise save_queue"}
-        committed = store.wait(store.commit(KEYS[:4]))
-        assert set(committed.done) == set(KEYS[:2])
-        assert {type(error) for error in committed.failed.values()} == {IncompleteBlockError}
         assert store.stats()["posix"].failures == {"save.full": 2}
         # A block larger than the queue is accepted when the queue is empty.
         with open_store(replace(small, save_queue_bytes=1), "other", ODD, clock=clock) as narrow:
@@ -230,37 +199,3 @@ def test_a_failed_load_ends_the_belief(config: StoreConfig, clock: SimulatedCloc
         Path(Layout(config.directories[0], NAMESPACE).block(KEYS[3])).unlink()
         fetch(store, KEYS, ODD)
         assert store.lookup(KEYS) == [index != 3 for index in range(len(KEYS))]
-
-
-class Gate:
-    """A lock that the test's thread can acquire right after another thread has released it."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.inner = clock.lock()
-        self.left, self.go_on = clock.event(), clock.event()
-
-    def __enter__(self) -> None:
-        self.inner.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.inner.release()
-        if threading.current_thread() is not threading.main_thread():
-            self.left.set()
-            self.go_on.wait()
-
-
-def test_a_commit_right_after_the_last_slice_finishes_a_block_once(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
-) -> None:
-    with open_store(replace(config, save_threads=2), NAMESPACE, EVEN, clock=clock) as store:
-        assert isinstance(store, TieredStore)
-        gate = Gate(clock)
-        monkeypatch.setattr(store, "_lock", gate)
-        saved = store.save([memory.transfer() for memory in filled(KEYS[:1], EVEN)])
-        gate.left.wait()  # the save's thread knows that nothing is pending
-        committed = store.commit(KEYS[:1])
-        gate.go_on.set()
-        assert store.wait(saved).failed == {}
-        result = store.wait(committed)
-    assert (set(result.done), result.failed) == (set(KEYS[:1]), {})
-    assert store.stats()["posix"].failures == {}

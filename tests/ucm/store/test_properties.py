@@ -1,4 +1,4 @@
-"""A store compared with a dictionary: a load returns what was committed, or nothing, in any order of operations."""
+"""A store compared with a dictionary: a load returns what was saved, or nothing, in any order of operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ucm.store.posix.layout import Layout
 from ucm.store.posix.scan import scan
 from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
-from ucm.testing.blocks import Memory, content, fetch, key
+from ucm.testing.blocks import Memory, content, fetch, key, save
 from ucm.testing.clock import SimulatedClock
 
 GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
@@ -30,14 +30,12 @@ blocks = st.integers(0, BLOCKS - 1)
 
 
 class Storing(RuleBasedStateMachine):
-    """Two instances of one store; ``visible`` and ``begun`` are its expected contents."""
+    """Two instances of one store; ``visible`` is its expected content."""
 
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         self.visible: dict[BlockKey, bytes] = {}
-        #: By instance and key: the layer slices that arrived, or None if the block was there when the first one did.
-        self.begun: dict[tuple[int, BlockKey], dict[int, bytes] | None] = {}
 
     @initialize(direct=st.booleans(), several=st.booleans(), order=st.none() | st.integers(0, 99))
     def open(self, direct: bool, several: bool, order: int | None) -> None:
@@ -53,46 +51,13 @@ class Storing(RuleBasedStateMachine):
         names = map(key, itertools.count())
         self.keys = [next(name for name in names if lane(name) == place) for place in places]
 
-    @rule(which=st.integers(0, 1), number=blocks, first=st.integers(0, SLICES - 1), data=st.data())
-    def save(self, which: int, number: int, first: int, data: st.DataObject) -> None:
-        block = self.keys[number]
-        count = data.draw(st.integers(1, SLICES - first))
-        memory = Memory(block, GEOMETRY, content(block, GEOMETRY))
-        result = self.stores[which].wait(self.stores[which].save([memory.transfer(first, count)]))
-        assert set(result.done) == {block}
-        arrived = self.begun.setdefault((which, block), None if block in self.visible else {})
-        if arrived is not None:
-            arrived.update({index: bytes(memory.slices[index]) for index in range(first, first + count)})
-
-    @rule(which=st.integers(0, 1), number=blocks)
-    def save_whole(self, which: int, number: int) -> None:
-        block = self.keys[number]
-        memory = Memory(block, GEOMETRY, content(block, GEOMETRY))
-        self.stores[which].wait(self.stores[which].save([memory.transfer()]))
-        if self.begun.setdefault((which, block), None if block in self.visible else {}) is not None:
-            self.begun[which, block] = {index: bytes(layer_slice) for index, layer_slice in enumerate(memory.slices)}
-
-    @rule(which=st.integers(0, 1), numbers=st.lists(blocks, max_size=4, unique=True))
-    def commit(self, which: int, numbers: list[int]) -> None:
+    @rule(which=st.integers(0, 1), numbers=st.lists(blocks, max_size=4), version=st.integers(0, 3))
+    def save(self, which: int, numbers: list[int], version: int) -> None:
         some = [self.keys[number] for number in numbers]
-        result = self.stores[which].wait(self.stores[which].commit(some))
+        result = save(self.stores[which], some, GEOMETRY, version)
+        assert set(result.done) == set(some)
         for block in some:
-            arrived = self.begun.pop((which, block), {})
-            if arrived is None:
-                # It existed; the next load shows whether it still does.
-                assert block in result.done
-            elif len(arrived) == SLICES:
-                assert block in result.done
-                self.visible[block] = b"".join(arrived[index] for index in range(SLICES))
-            else:
-                assert (block in result.done) == (not arrived and block in self.visible)
-
-    @rule(which=st.integers(0, 1), numbers=st.lists(blocks, max_size=4))
-    def discard(self, which: int, numbers: list[int]) -> None:
-        some = [self.keys[number] for number in numbers]
-        self.stores[which].discard(some)
-        for block in some:
-            self.begun.pop((which, block), None)
+            self.visible.setdefault(block, content(block, GEOMETRY, version))
 
     @rule(which=st.integers(0, 1), numbers=st.lists(blocks, max_size=4, unique=True))
     def load(self, which: int, numbers: list[int]) -> None:
@@ -135,7 +100,7 @@ class Storing(RuleBasedStateMachine):
             gone: list[str] = []
             evict_unpinned(root, scan(root), 1, gone.append)
             assert gone == [str(self.path(oldest))]
-            self.lose(oldest)
+            del self.visible[oldest]
 
     @precondition(lambda self: self.visible)
     @rule(data=st.data(), which=st.integers(0, 1))
@@ -146,20 +111,16 @@ class Storing(RuleBasedStateMachine):
         whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1
         path.write_bytes(whole)
         assert fetch(self.stores[which], [block], GEOMETRY)[0] == {}
-        self.lose(block)
+        del self.visible[block]
 
     @rule(which=st.integers(0, 1))
     def restart(self, which: int) -> None:
         self.stores[which].close()
         self.stores[which] = open_store(self.config, "n", GEOMETRY, clock=self.clock)
-        for begun in [begun for begun in self.begun if begun[0] == which]:
-            del self.begun[begun]
 
     @invariant()
-    def temporaries_are_those_of_blocks_begun(self) -> None:
-        begun = len([arrived for arrived in self.begun.values() if arrived is not None])
-        self.clock.run_until_idle()  # discarding is asynchronous
-        assert len(list(Path(self.directory.name).glob("*/n/tmp/*"))) <= begun
+    def no_temporary_is_left(self) -> None:
+        assert not list(Path(self.directory.name).glob("*/n/tmp/*"))
 
     def teardown(self) -> None:
         for store in getattr(self, "stores", []):
@@ -174,13 +135,6 @@ class Storing(RuleBasedStateMachine):
         tier = store._tiers[0]
         assert isinstance(tier, PosixTier)
         return tier
-
-    def lose(self, block: BlockKey) -> None:
-        """Note that a block is gone; who had begun to save it beside the one that is gone does so no more."""
-        del self.visible[block]
-        for which in [which for (which, begun), arrived in self.begun.items() if begun == block and arrived is None]:
-            self.stores[which].discard([block])
-            del self.begun[which, block]
 
     def path(self, block: BlockKey) -> Path:
         return Path(Layout(self.config.directories[self.posix_tier(0).lane(block)], "n").block(block))

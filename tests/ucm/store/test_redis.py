@@ -349,7 +349,7 @@ def test_a_server_that_is_full_is_read_all_the_same(store: KVStore, redis_server
         assert {error.cause for error in failed.values()} == {"full"}
         for number in range(100, 106):
             save(store, [key(number)], EVEN)
-        assert store.stats()["redis"].failures.get("commit.full", 0) >= 3
+        assert store.stats()["redis"].failures.get("save.full", 0) >= 3
         assert fetch(store, KEYS, EVEN)[0] == ALL
         client.config_set("maxmemory", "128mb")
     recover(store)

@@ -37,19 +37,15 @@ def owner_name_of_this_process() -> str:
 
 
 def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int, told: Connection) -> None:
-    """Write blocks, whole and layer slice by layer slice, until killed; tell at each part."""
+    """Write blocks until killed; tell at each."""
     chance = np.random.default_rng(seed)
     with open_store(config, namespace, geometry) as store:
         while True:
             memories = filled([key(int(number)) for number in chance.integers(200, size=8)], geometry)
             for memory in memories:
-                cut = int(chance.integers(len(memory.slices)))
-                parts = [memory.transfer()] if cut == 0 else [memory.transfer(cut), memory.transfer(0, cut)]
-                for part in parts:
-                    store.save([part])
-                    told.send(None)
-                committed = store.commit([memory.key])
-            store.wait(committed)
+                saved = store.save([memory.transfer()])
+                told.send(None)
+            store.wait(saved)
 
 
 def live_with_limits(config: StoreConfig, namespace: str, most_nbytes: int) -> tuple[list[str], list[str]]:

@@ -76,7 +76,6 @@ _CAUSES = (
     "corrupt",
     "foreign",
     "full",
-    "incomplete",
     "missing",
     "other",
     "timeout",
@@ -307,14 +306,11 @@ def has_failures(data: StatsData) -> bool:
 
 
 def not_saved(data: StatsData) -> dict[str, Counter[str]]:
-    """Return each tier's failed saves and commits by cause; another tier may have saved the block.
-
-    A commit of an incomplete block does not count, because the earlier failure does.
-    """
+    """Return each tier's failed saves by cause; another tier may have saved the block."""
     found: dict[str, Counter[str]] = {}
     for key, value in _labelled(data, TIER_FAILURES):
         tier, operation, cause = key.rsplit(".", 2)
-        if operation in {"save", "commit"} and cause != "incomplete":
+        if operation == "save":
             found.setdefault(tier, Counter())[cause] += int(value)
     return found
 

@@ -1,6 +1,6 @@
 """A worker's store for the offloaded context of its requests.
 
-A block stays in host memory until the store has committed it, or until its request ends if the store
+A block stays in host memory until the store has saved it, or until its request ends if the store
 does not accept it or has lost a block before. Saves to a full or lagging store are retried. Keys are never
 reused, and the namespace is unique to this engine start and worker. The store verifies checksums, so it returns the
 saved bytes or nothing. Threads open and finally delete it, which a directory that does not answer
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, StoreError, Task
     from ucm.store.config import StoreConfig
 
-#: The age of blocks that count as abandoned, which no request reaches.
-STALE_SECONDS = 7 * 86400.0
 #: The delay before a full or lagging store is retried.
 RETRY_SECONDS = 1.0
 _DELETED_AT_ONCE = 256
@@ -62,12 +60,11 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """Blocks that are being saved: their save and commit tasks."""
+    """Blocks that are being saved."""
 
     admission: int
     places: tuple[int, ...]
-    save: Task
-    commit: Task
+    task: Task
 
 
 class Fetch:
@@ -99,7 +96,7 @@ class OffloadStore:
     All calls come from the worker's own thread; transfers run in the store's.
 
     Args:
-        config: The store's options; ``stale_seconds`` is raised to `STALE_SECONDS`.
+        config: The store's options.
         copies: The worker's layers.
         engine: The name of the engine start.
         rank: The worker's rank.
@@ -119,7 +116,6 @@ class OffloadStore:
         self._copies = copies
         self._engine = engine
         self.loads_in_place = config.pipeline.strip() == "Dram"
-        config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
         #: The directories of blocks, once the store is open.
         self._layouts: list[Layout] = []
         make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts, clock)
@@ -155,12 +151,12 @@ class OffloadStore:
             self.counts["kept"] += len(places)
 
     def settle(self) -> None:
-        """Free the host memory of committed blocks; called once per step."""
+        """Free the host memory of saved blocks; called once per step."""
         if not self._saving and not self._refused:
             return
         under_way = []
         for saving in self._saving:
-            if self._store.check(saving.save) and self._store.check(saving.commit):
+            if self._store.check(saving.task):
                 self._settle(saving)
             else:
                 under_way.append(saving)
@@ -221,9 +217,7 @@ class OffloadStore:
         for place in places:
             key = kept.keys[place] = block_key(self._engine, admission, place)
             transfers.append(BlockTransfer(key, [_memory(rows) for rows in kept.copies[place]]))
-        save = self._store.save(transfers)
-        commit = self._store.commit([transfer.key for transfer in transfers])
-        self._saving.append(_Saving(admission, tuple(places), save, commit))
+        self._saving.append(_Saving(admission, tuple(places), self._store.save(transfers)))
 
     def _save_refused(self) -> None:
         some, self._refused = self._refused[: self._at_once], self._refused[self._at_once :]
@@ -237,9 +231,7 @@ class OffloadStore:
                 self._save(admission, places)
 
     def _settle(self, saving: _Saving) -> None:
-        result = self._store.wait(saving.commit)
-        # Blocks that were not saved cannot be committed; the save has the cause.
-        failed = {**result.failed, **self._store.wait(saving.save).failed}
+        result = self._store.wait(saving.task)
         kept = self._kept.get(saving.admission)
         if kept is None:  # dropped during the save
             self._forget([block_key(self._engine, saving.admission, place) for place in saving.places])
@@ -251,10 +243,10 @@ class OffloadStore:
             else:
                 self.counts["kept"] += 1
                 # A full or still opening store may accept them later.
-                if isinstance(failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
+                if isinstance(result.failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
                     self._refused.append((saving.admission, place))
                     self._retry_at = self._clock.monotonic() + RETRY_SECONDS
-        for error in failed.values():
+        for error in result.failed.values():
             self._tell("blocks stay in host memory, because the store does not accept them", error)
 
     def _again(self, fetch: Fetch, row: int) -> bool:

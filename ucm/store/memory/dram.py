@@ -28,7 +28,7 @@ from ucm.store.posix.paths import (
     open_file,
     status_of,
 )
-from ucm.store.tier import BlockWriter, Leased, Tier, kept_until, lease_end, used_until
+from ucm.store.tier import Leased, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -126,22 +126,29 @@ class DramTier(Tier):
             raise self._refused(place, key, refusal)
         return content
 
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Return a writer into a free slot; None if the block exists."""
-        if self._places([key])[0] is not None:
-            return None
-        with self._claiming:
+    def has(self, key: BlockKey) -> bool:
+        """Return whether a block exists; also by what its segment says, so that one just deleted is stored again."""
+        return self._places([key])[0] is not None
+
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Copy a block into a free slot, and make it visible unless another thread stored it meanwhile."""
+        del deadline
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        filling, number = self._free_slot(nbytes)
+        try:
+            gather(pieces, filling.segment.slot(number)[:nbytes])
+        except BaseException:
             with self._lock:
-                filling = self._filling
-                number = None if filling is None else filling.take(file_nbytes)
-            if filling is None or number is None:
-                try:
-                    segment = self._next(-(-file_nbytes // UNIT) * UNIT)
-                except OSError as error:
-                    raise store_error(error, self._layout.base) from error
-                with self._lock:
-                    filling, number = self._fill(segment)
-        return _SlotWriter(self, filling, number, key)
+                filling.done()  # the slot serves another block later
+            raise
+        now = self.clock.time()
+        with self._lock:
+            if self._place(key) is None:
+                self._remove(filling.segment, filling.segment.show(number, key))
+                filling.segment.renewed[number] = 0
+                filling.segment.use(used_until(now, self._touch_seconds, _UNTOLD_DEPTH), now, self._leases)
+                self._index[key] = filling.segment, number
+            filling.done()
 
     def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
         """Renew the times of last use of the blocks' segments."""
@@ -189,21 +196,19 @@ class DramTier(Tier):
             self._removed.clear()
             self._index.clear()
 
-    def show(self, filling: _Filling, number: int, key: BlockKey) -> None:
-        """Make a written block visible, unless another thread stored it meanwhile."""
-        now = self.clock.time()
-        with self._lock:
-            if self._place(key) is None:
-                self._remove(filling.segment, filling.segment.show(number, key))
-                filling.segment.renewed[number] = 0
-                filling.segment.use(used_until(now, self._touch_seconds, _UNTOLD_DEPTH), now, self._leases)
-                self._index[key] = filling.segment, number
-            filling.done()
-
-    def give_up(self, filling: _Filling) -> None:
-        """Count a writer whose block is dropped; its slot serves another one later."""
-        with self._lock:
-            filling.done()
+    def _free_slot(self, nbytes: int) -> tuple[_Filling, int]:
+        with self._claiming:
+            with self._lock:
+                filling = self._filling
+                number = None if filling is None else filling.take(nbytes)
+            if filling is None or number is None:
+                try:
+                    segment = self._next(-(-nbytes // UNIT) * UNIT)
+                except OSError as error:
+                    raise store_error(error, self._layout.base) from error
+                with self._lock:
+                    filling, number = self._fill(segment)
+        return filling, number
 
     def _place(self, key: BlockKey) -> tuple[Segment, int] | None:
         place = self._index.get(key)
@@ -580,33 +585,3 @@ class _Filling:
         if not self._writers:
             self._has_lock = False
             self.segment.unlock()
-
-
-class _SlotWriter(BlockWriter):
-    """Writes a block into a slot.
-
-    Args:
-        tier: The tier.
-        filling: The segment.
-        number: The slot.
-        key: The block's key.
-    """
-
-    def __init__(self, tier: DramTier, filling: _Filling, number: int, key: BlockKey) -> None:
-        self._tier, self._filling, self._number, self._key = tier, filling, number, key
-        self._slot = filling.segment.slot(number)
-
-    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Copy bytes into the slot."""
-        gather(buffers, self._slot[offset : offset + nbytes])
-
-    def pause(self) -> None:
-        """Do nothing: no resources are held."""
-
-    def commit(self) -> None:
-        """Make the block visible."""
-        self._tier.show(self._filling, self._number, self._key)
-
-    def abort(self) -> None:
-        """Give the slot to another block."""
-        self._tier.give_up(self._filling)

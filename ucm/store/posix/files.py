@@ -20,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ucm.store.base import (
     BlockForeignError,
@@ -55,7 +55,6 @@ from ucm.store.posix.paths import (
     status_of,
     unlink,
 )
-from ucm.store.tier import BlockWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -397,142 +396,88 @@ def _pread(descriptor: int, nbytes: int, *, direct: bool = False) -> bytes:
     return bytes(memory[: read(descriptor, [memory], 0, nbytes)])
 
 
-class WriterListener(Protocol):
-    """The events that a writer reports to its tier."""
+def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | bytearray]) -> None:
+    """Write a block's file under a private name, and rename it into its place.
 
-    def committed(self, directory: Directory, key: BlockKey) -> None:
-        """Report that the block is visible."""
-
-    def refused(self, directory: Directory, error: StoreError) -> None:
-        """Report that the medium refused the block."""
-
-    def behind(self, directory: Directory) -> None:
-        """Report that the block exceeds the capacity until the evictor makes room."""
-
-
-class BlockFileWriter(BlockWriter):
-    """Writes one block's file.
+    If another writer was faster, its block stays: it may have a lease.
 
     Args:
-        directory: The directory to write to.
+        directory: The directory of the block.
         key: The block's key.
-        file_nbytes: The length of the finished file.
-        listener: Receives the writer's events.
+        pieces: The file's content.
+
+    Raises:
+        StoreError: The directory rests, has no room, or cannot be written.
     """
-
-    def __init__(self, directory: Directory, key: BlockKey, file_nbytes: int, listener: WriterListener) -> None:
-        self._directory = directory
-        self._key = key
-        self._file_nbytes = file_nbytes
-        self._listener = listener
-        self._path = directory.layout.block(key)
-        self._file: NewFile | None = None
-        self._reserved = False
-        self._descriptor = -1
-
-    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Write bytes to the temporary file immediately."""
-        directory = self._directory
-        if not directory.writes.allows():
-            raise directory.writes.refusal(directory.layout.root)
-        try:
-            if directory.direct_io and self._file is None and nbytes == self._file_nbytes:
-                if self._write_direct(buffers, nbytes):
-                    return
-            elif self._descriptor < 0:
-                self._open(0)
-            write_from(self._descriptor, buffers, offset, nbytes)
-        except StoreFullError:  # the evictor is behind, which is no failure of the medium
-            directory.writes.succeeded()
-            raise
-        except OSError as error:
-            raise self._failure(error, directory.layout.temporary) from error
+    if not directory.writes.allows():
+        raise directory.writes.refusal(directory.layout.root)
+    nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+    where, reserved = directory.layout.temporary, False
+    file: NewFile | None = None
+    try:
+        directory.with_directories(partial(_reserve, directory, nbytes))
+        reserved = True
+        file = _write(directory, pieces, nbytes)
+        where = directory.layout.block(key)
+        if not directory.holds(key):
+            directory.publish(file, key)
+            file, reserved = None, False
+    except StoreFullError:  # the evictor is behind, which is no failure of the medium
         directory.writes.succeeded()
-
-    def pause(self) -> None:
-        """Close the file until the next call."""
-        self._close()
-
-    def commit(self) -> None:
-        """Rename the file into its place, unless another writer was faster: its block may have a lease."""
-        directory = self._directory
-        if directory.holds(self._key):
-            self.abort()
-            return
-        try:
-            file = self._file
-            if file is None or (directory.fsync and self._descriptor < 0):
-                file = self._open(0)
-            if directory.fsync:
-                os.fsync(self._descriptor)
-            self._close()
-            directory.publish(file, self._key)
-        except OSError as error:
-            raise self._failure(error, self._path) from error
-        self._file, self._reserved = None, False
-        self._listener.committed(directory, self._key)
-
-    def abort(self) -> None:
-        """Delete the temporary file."""
-        self._close()
-        if self._file is not None:
-            self._file.unlink()
-            self._file = None
-        if self._reserved:
-            self._reserved = False
-            self._directory.unreserve(self._file_nbytes)
-
-    def _failure(self, error: OSError, path: str) -> StoreError:
-        failure = self._directory.write_failed(error, path)
-        self._listener.refused(self._directory, failure)
-        return failure
-
-    def _write_direct(self, buffers: Sequence[Buffer | bytearray], nbytes: int) -> bool:
-        """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty.
-
-        Direct writes are padded, so a partial one may be longer than the block: it must not stay.
-        """
-        try:
-            self._open(os.O_DIRECT)
-            write_direct(self._descriptor, buffers, nbytes)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._directory.no_direct_io(error)
-            self._close()
-            self._open(os.O_TRUNC)
-            return False
-        self._directory.writes.succeeded()
-        return True
-
-    def _open(self, flags: int) -> NewFile:
-        directory, file = self._directory, self._file
+        raise
+    except OSError as error:
+        failure = directory.write_failed(error, where)
+        if isinstance(failure, StoreFullError):
+            directory.evictor.full()
+        raise failure from error
+    finally:
         if file is not None:
-            self._descriptor = file.open(os.O_WRONLY | flags)
-            return file
-        self._descriptor, file = directory.with_directories(partial(self._create, flags))
-        self._file = file
-        if directory.claims_space and self._file_nbytes >= CLAIM_FROM:
-            directory.claims_space = claim_space(self._descriptor, self._file_nbytes)
-        return file
+            file.unlink()
+        if reserved:
+            directory.unreserve(nbytes)
+    directory.writes.succeeded()
 
-    def _create(self, flags: int) -> tuple[int, NewFile]:
-        if not self._reserved:
-            self._reserve()
-        return self._directory.new_file(owner_name(), os.O_WRONLY | flags)
 
-    def _reserve(self) -> None:
+def _reserve(directory: Directory, nbytes: int) -> None:
+    """Account for a file; if there is no room, ask the evictor for it and wait briefly."""
+    try:
+        directory.reserve(nbytes)
+    except StoreFullError:
+        directory.evictor.behind()
+        directory.wait_for_room(nbytes)
+
+
+def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int) -> NewFile:
+    """Write a file, past the page cache if the directory wants that and the file system can do it."""
+    direct = directory.direct_io  # another thread may switch it off meanwhile
+    try:
+        return _write_new(directory, pieces, nbytes, direct=direct)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not direct:
+            raise
+        directory.no_direct_io(error)
+        return _write_new(directory, pieces, nbytes, direct=False)
+
+
+def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, *, direct: bool) -> NewFile:
+    flags = os.O_WRONLY | os.O_DIRECT if direct else os.O_WRONLY
+    descriptor, file = directory.with_directories(partial(directory.new_file, owner_name(), flags))
+    try:
         try:
-            self._directory.reserve(self._file_nbytes)
-        except StoreFullError:
-            self._listener.behind(self._directory)
-            self._directory.wait_for_room(self._file_nbytes)
-        self._reserved = True
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
+            if directory.claims_space and nbytes >= CLAIM_FROM:
+                directory.claims_space = claim_space(descriptor, nbytes)
+            if direct:
+                write_direct(descriptor, pieces, nbytes)
+            else:
+                write_from(descriptor, pieces, 0, nbytes)
+            if directory.fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # where a network file system may report that it could not write
+    except BaseException:
+        file.unlink()
+        raise
+    return file
 
 
 #: Smaller files are written faster without claiming their space.

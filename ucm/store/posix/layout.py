@@ -295,8 +295,7 @@ def _owner(process: int) -> str:
 def is_stale(name: str, age: float, stale_seconds: float) -> bool:
     """Return whether a file's owner is gone; False for a file that no store made.
 
-    The processes of this host can be checked: their files stay as long as they live, however old, because an engine
-    that idles over night has blocks that wait for their commit.
+    The processes of this host can be checked: their files stay as long as they live, however old: a write may hang.
 
     Args:
         name: As made by ``owner_name``, on this host or another one.

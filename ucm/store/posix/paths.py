@@ -150,15 +150,6 @@ class NewFile:
         self._folder = folder
         self._name = name
 
-    def open(self, flags: int) -> int:
-        """Open the file again.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(self._name, flags, dir_fd=self._folder.number)
-
     def move(self, folder: _Descriptor, name: str) -> None:
         """Move the file to another directory and name.
 

@@ -24,7 +24,7 @@ from ucm.store.base import (
 )
 from ucm.store.format import known_codec
 from ucm.store.health import Breaker, Pool, RefusableJob
-from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
+from ucm.store.posix.files import quarantine, read_block, read_file, store_error, write_block
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import (
@@ -43,9 +43,7 @@ from ucm.store.tier import (
     CompressingOptions,
     Leased,
     RecentKeys,
-    Room,
     Tier,
-    ValueWriter,
     kept_until,
     lease_end,
     used_until,
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.posix.paths import NewFile
-    from ucm.store.tier import BlockWriter, Outcome, TierOptions, TierPlace
+    from ucm.store.tier import Outcome, TierOptions, TierPlace
 
     T = TypeVar("T")
 
@@ -413,7 +411,7 @@ class PosixTier(Tier):
         ]
         self._slots = _slots(tuple(roots))
         self._codec, self._authenticator = codec, authenticator
-        self._compresses, self._room = compresses, Room(config.save_queue_bytes)
+        self._compresses = compresses
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
@@ -570,15 +568,22 @@ class PosixTier(Tier):
         except StoreError as error:
             self._fail(directory, key, error)
 
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Return a writer of a temporary file, or one that first collects what it compresses; None if it exists."""
+    def has(self, key: BlockKey) -> bool:
+        """Return whether a block exists, judged by its name."""
+        return self._directory(key).holds(key)
+
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Write a block's file, compressed if that is configured."""
+        del deadline
         directory = self._directory(key)
-        if directory.holds(key):
-            return None
         self._start_evictors()
-        if self._compresses:
-            return ValueWriter(partial(self._put_compressed, directory, key), file_nbytes, self._room)
-        return BlockFileWriter(directory, key, file_nbytes, self)
+        packed = known_codec(self._codec).pack(pieces) if self._compresses else None
+        write_block(directory, key, pieces if packed is None else packed)
+        if packed is not None:
+            self.counters.compressed(sum(piece.nbytes for piece in packed))
+        self._recent.generations()[0].add(key)
+        self._renewed.discard(key)
+        directory.evictor.wrote()
 
     def stats(self) -> TierStats:
         """Return the counters and the bytes used."""
@@ -594,33 +599,6 @@ class PosixTier(Tier):
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
-
-    def committed(self, directory: Directory, key: BlockKey) -> None:
-        """Note that a writer made a block visible."""
-        self._recent.generations()[0].add(key)
-        self._renewed.discard(key)
-        directory.evictor.wrote()
-
-    def refused(self, directory: Directory, error: StoreError) -> None:
-        """Note that the medium refused a writer's block."""
-        if isinstance(error, StoreFullError):
-            directory.evictor.full()
-
-    def behind(self, directory: Directory) -> None:
-        """Note that a writer found no room within the capacity."""
-        directory.evictor.behind()
-
-    def _put_compressed(self, directory: Directory, key: BlockKey, content: Buffer) -> None:
-        pieces = known_codec(self._codec).pack(content)
-        nbytes = sum(piece.nbytes for piece in pieces)
-        writer = BlockFileWriter(directory, key, nbytes, self)
-        try:
-            writer.write(pieces, 0, nbytes)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
-        self.counters.compressed(nbytes)
 
     def _renewed_until(self, until: int) -> set[BlockKey]:
         """Return the blocks that this tier has renewed until the end of the current span."""

@@ -21,7 +21,7 @@ from obstore.store import S3Store
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
-from ucm.store.format import scatter
+from ucm.store.format import joined, scatter
 from ucm.store.health import Breaker
 from ucm.store.remote.tiers import Client
 
@@ -161,7 +161,7 @@ class S3Client(Client):
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store an object by one PUT."""
-        content = buffers[0] if len(buffers) == 1 else b"".join(buffers)
+        content = joined(buffers)
 
         async def send() -> None:
             await self._requests.put_async(self._store, name, content, use_multipart=False)

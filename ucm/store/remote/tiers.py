@@ -248,19 +248,13 @@ class RemoteTier(ValueTier):
             raise found
         return found
 
-    def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
-        """Store a whole block as one value, compressed if that is configured."""
-        if not self._compresses:
-            self.put_value(key, [content], deadline)
-            return
-        pieces = known_codec(self.codec).pack(content)
-        self.put_value(key, pieces, deadline)
-        self.counters.compressed(sum(piece.nbytes for piece in pieces))
-
-    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Store the value by one request."""
-        self._client.put(self._name(key), buffers, deadline)
+    def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store a whole block as one value, by one request, compressed if that is configured."""
+        packed = known_codec(self.codec).pack(pieces) if self._compresses else None
+        self._client.put(self._name(key), pieces if packed is None else packed, deadline)
         self._recent.generations()[0].add(key)
+        if packed is not None:
+            self.counters.compressed(sum(piece.nbytes for piece in packed))
 
     def remove(self, key: BlockKey, deadline: float) -> None:
         """Delete the value by one request."""

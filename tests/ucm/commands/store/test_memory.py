@@ -17,7 +17,7 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.memory.segment import directory_of, segments
 from ucm.store.posix.layout import Layout
-from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
+from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,11 +139,9 @@ def test_gc_spares_what_an_engine_writes_and_deletes_what_dead_ones_began(
     os.utime(dead, (0, 0))
     with open_store(store, "tiny/r0", EVEN) as opened:
         more = [key(number) for number in range(100, 103)]
-        task = opened.save([memory.transfer() for memory in filled(more, EVEN)])
-        assert opened.wait(task).failed == {}
+        assert save(opened, more, EVEN).failed == {}
         answer = ask("gc", "--json", "--to", "0", "--config", file)
         assert (answer.code, dead.exists()) == (0, False)
-        opened.wait(opened.commit(more))
         done, failed = fetch(opened, more, EVEN)
         assert set(done) | set(failed) == set(more)
         assert {error.cause for error in failed.values()} <= {"missing"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.integration.vllm.metric_names import Counting
-    from ucm.store.base import BlockKey, KVStore, Task
+    from ucm.store.base import KVStore, Task
     from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
@@ -95,8 +95,8 @@ class BlendWorker:
         self._slab = SlabReader(clock=clock)
         self._address: SlabAddress | None = None
         self._store: KVStore | None = None
-        self._saving: list[tuple[Task, Any]] = []
-        self._unconfirmed = Unconfirmed(self._commit, self._discard)
+        self._saving: list[tuple[Task, Sequence[BlockTransfer]]] = []  # with the memory that is read
+        self._unconfirmed = Unconfirmed(self._write, self._drop)
         self._step = 0
         self._failures = 0
         self._unseen = False
@@ -140,7 +140,7 @@ class BlendWorker:
         """Store the chunks that the step has computed, without their positions."""
         if self._store is not None and not self.refused:
             for save in plan.saves:
-                self._save(self._store, save)
+                self._save(save)
         self._settle()
 
     def close(self) -> None:
@@ -411,7 +411,7 @@ class BlendWorker:
 
     # Storing
 
-    def _save(self, store: KVStore, save: ChunkSave) -> None:
+    def _save(self, save: ChunkSave) -> None:
         import torch  # noqa: PLC0415 - vLLM brings it
 
         caches = self._caches
@@ -429,18 +429,16 @@ class BlendWorker:
             BlockTransfer(key, [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
             for key, piece in zip(save.keys, room, strict=True)
         ]
-        self._saving.append((store.save(transfers), room))
-        self._unconfirmed.add(save.keys, self._step)
+        self._unconfirmed.add(transfers, self._step)
         if self._rank == 0:
             self._counters.add(names.BLEND_SAVED_CHUNKS)
 
-    def _commit(self, keys: Sequence[BlockKey]) -> None:
+    def _write(self, transfers: Sequence[BlockTransfer]) -> None:
         if self._store is not None:
-            self._saving.append((self._store.commit(keys), None))
+            self._saving.append((self._store.save(transfers), transfers))
 
-    def _discard(self, keys: Sequence[BlockKey]) -> None:
-        if self._store is not None:
-            self._store.discard(keys)
+    def _drop(self, transfers: Sequence[BlockTransfer]) -> None:
+        """Write nothing of a passage that was computed with other weights."""
 
     def _left(self) -> int:
         self._settle()
@@ -449,9 +447,9 @@ class BlendWorker:
     def _settle(self) -> None:
         """Release the memory of saves that have ended."""
         still = []
-        for task, room in self._saving:
+        for task, transfers in self._saving:
             if self._store is None or not self._store.check(task):
-                still.append((task, room))
+                still.append((task, transfers))
                 continue
             failed = self._store.wait(task).failed
             if failed:

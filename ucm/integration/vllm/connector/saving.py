@@ -1,24 +1,29 @@
-"""Save blocks from rows of host memory into a store, so that slow media do not hold blocks of the KV cache."""
+"""Save blocks from rows of host memory into a store, so that slow media do not hold blocks of the KV cache.
+
+A row holds a whole block. Its layers may arrive one after the other, and it waits there until it is confirmed that its
+KV was computed with the weights that its key stands for.
+"""
 
 from __future__ import annotations
 
 import mmap
 import weakref
 from collections import Counter, deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
-from ucm.store.base import BlockTransfer, IncompleteBlockError, StoreError, Task, TaskResult, too_far_behind
+from ucm.store.base import BlockTransfer, StoreError, Task, TaskResult, too_far_behind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from ucm.clock import Clock, Thread
-    from ucm.store.base import BlockKey, Buffer, KVStore, StoreFullError
+    from ucm.store.base import BlockKey, Buffer, KVStore
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20
@@ -33,7 +38,7 @@ CLOSE_SECONDS = 5.0
 
 
 class SaveRoom:
-    """Allocates rows up to a limit of bytes, and remembers the blocks that it refused.
+    """Allocates rows up to a limit of bytes.
 
     One thread takes rows; any thread gives them back, or trims.
 
@@ -45,7 +50,6 @@ class SaveRoom:
         self._limit = limit
         self._lock = Lock()
         self._taken = 0
-        self._refused: set[BlockKey] = set()
         self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
         self._free_bytes = 0
         self._most = 0  # peak of taken bytes since the last call of `trim`
@@ -62,25 +66,16 @@ class SaveRoom:
         with self._lock:
             return self._taken
 
-    def take(self, keys: Sequence[BlockKey], nbytes: int) -> list[tuple[int, Buffer]]:
-        """Take rows for blocks of ``nbytes`` each; at least one row is granted if none is in use.
-
-        Once a layer of a block was refused, the block cannot become complete: its further layers are refused as well.
-
-        Returns:
-            The indexes in ``keys`` of the accepted blocks, each with its row.
-        """
-        found = []
+    def take(self, count: int, nbytes: int) -> list[Buffer]:
+        """Take up to ``count`` rows of ``nbytes`` each, as there is room; at least one if none is in use."""
+        found: list[Buffer] = []
         with self._lock:
-            for place, key in enumerate(keys):
-                if key in self._refused:
-                    continue
-                row = None if self._taken and self._taken + nbytes > self._limit else self._row(nbytes)
+            while len(found) < count and (not self._taken or self._taken + nbytes <= self._limit):
+                row = self._row(nbytes)
                 if row is None:
-                    self._refused.add(key)
-                    continue
+                    break
                 self._taken += nbytes
-                found.append((place, row))
+                found.append(row)
             self._most = max(self._most, self._taken)
         return found
 
@@ -100,16 +95,6 @@ class SaveRoom:
         for nbytes in sizes:
             freed = self._trim(nbytes, most)
             freed.clear()  # here, because freeing memory takes time that no other thread should wait for the lock
-
-    def forget(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Forget which of the keys were refused, so that they can be saved again; return them."""
-        found = self._refused.intersection(keys)
-        self._refused -= found
-        return found
-
-    def error(self) -> StoreFullError:
-        """Return the error for refused blocks."""
-        return too_far_behind(self._limit)
 
     def _row(self, nbytes: int) -> Buffer | None:
         """Return memory for one block; None if the system has none."""
@@ -144,37 +129,38 @@ class SaveRoom:
 
 
 class SaveTask(Task):
-    """A save: layer slices of blocks that are copied into rows and written from there; or a commit of blocks.
+    """A save of whole blocks: each is copied into a row, and written from there once ``Saver.confirm`` says so.
 
     Args:
-        keys: The blocks.
-        sizes: The layer slices' sizes in bytes.
-        first_slice: The index of the first layer slice.
+        keys: The blocks that have a row.
+        rows: Their rows; none any more once they were handed to the store, or dropped.
         depth: How many blocks their chain has before the first of them.
         retain_until: See ``BlockTransfer``.
+        failed: The blocks for which there was no row.
         clock: Time and threads.
     """
 
     def __init__(
         self,
         keys: Sequence[BlockKey],
-        sizes: Sequence[int] = (),
-        first_slice: int = 0,
-        depth: int = 0,
-        retain_until: float = 0.0,
+        rows: Sequence[Buffer],
+        depth: int,
+        retain_until: float,
+        failed: dict[BlockKey, StoreError],
         *,
         clock: Clock = SYSTEM,
     ) -> None:
         self.keys = keys
-        self.sizes = sizes
-        self.first_slice = first_slice
+        self.rows = rows
         self.depth = depth
         self.retain_until = retain_until
         self.checking = clock.lock()  #: held by the one thread that asks the store, which may not answer
-        self.copied = clock.event()  #: the KV cache is no longer read, and nothing more is handed to the store
-        self.writing: deque[tuple[Task, list[Buffer]]] = deque()
+        self.copied = clock.event()  #: set while nothing reads the KV cache
+        self.copied.set()
+        self.handed_over = clock.event()  #: nothing more is handed to the store
+        self.writing: deque[tuple[Task, Sequence[Buffer]]] = deque()
         self.done: dict[BlockKey, str] = {}
-        self.failed: dict[BlockKey, StoreError] = {}
+        self.failed = failed
         self.nbytes = 0
         self.seconds = 0.0
 
@@ -187,14 +173,17 @@ class Saver:
 
     Args:
         store: The store.
+        sizes: The sizes of a block's layer slices in bytes.
         limit: Bytes that may wait to be written.
         clock: Time and threads.
     """
 
-    def __init__(self, store: KVStore, limit: int, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, store: KVStore, sizes: Sequence[int], limit: int, *, clock: Clock = SYSTEM) -> None:
         self._store = store
+        self._offsets = tuple(accumulate(sizes, initial=0))
         self._clock = clock
         self._room = SaveRoom(limit)
+        self._limit = limit
         self._lock = clock.lock()
         self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
         self._thread: Thread | None = None
@@ -205,103 +194,61 @@ class Saver:
         """Bytes that were saved and are not written yet."""
         return self._room.taken_bytes
 
-    def begin(
-        self,
-        keys: Sequence[BlockKey],
-        sizes: Sequence[int],
-        first_slice: int,
-        depth: int = 0,
-        retain_until: float = 0.0,
-    ) -> tuple[SaveTask, list[tuple[int, Buffer]]]:
-        """Begin a save; blocks without a row for their layer slices fail.
-
-        Returns:
-            The task, and the indexes of the other blocks, each with its row. Who keeps a row keeps its memory.
-        """
-        rows = self._room.take(keys, sum(sizes))
-        task = SaveTask(keys, sizes, first_slice, depth, retain_until, clock=self._clock)
+    def begin(self, keys: Sequence[BlockKey], depth: int = 0, retain_until: float = 0.0) -> SaveTask:
+        """Begin a save; the last blocks fail if there are not enough rows. Who keeps a row keeps its memory."""
+        rows = self._room.take(len(keys), self._offsets[-1])
+        failed: dict[BlockKey, StoreError] = {}
+        if len(rows) < len(keys):
+            failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self._limit))
+        task = SaveTask(keys[: len(rows)], rows, depth, retain_until, failed, clock=self._clock)
         if rows:
             self._watch(task)
-        if len(rows) < len(keys):
-            let_in, full = {place for place, _ in rows}, self._room.error()
-            task.failed = {key: full for place, key in enumerate(keys) if place not in let_in}
-        return task, rows
+        return task
 
-    def write(self, task: SaveTask, rows: Sequence[tuple[int, Buffer]]) -> None:
-        """Start to write some rows of a task; their content must not change any more."""
-        at_once = max(1, WRITE_BYTES // max(1, sum(task.sizes)))
+    def confirm(self, task: SaveTask) -> None:
+        """Start to write a task's rows, whose content is complete and does not change any more."""
+        rows, task.rows = task.rows, ()
+        at_once = max(1, WRITE_BYTES // max(1, self._offsets[-1]))
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             transfers = [
                 BlockTransfer(
-                    task.keys[place],
-                    _slices(row, task.sizes),
-                    task.first_slice,
-                    task.depth + place,
-                    task.retain_until,
+                    task.keys[number], self._slices(row), depth=task.depth + number, retain_until=task.retain_until
                 )
-                for place, row in some
+                for number, row in enumerate(some, first)
             ]
-            with self._fails(task):
-                task.writing.append((self._store.save(transfers), [row for _, row in some]))
+            try:
+                task.writing.append((self._store.save(transfers), some))
+            except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
+                self._failed(task, error)
+        task.handed_over.set()
 
-    def drop(self, task: SaveTask, rows: Iterable[tuple[int, Buffer]], error: StoreError) -> None:
-        """Drop some rows of a task and fail their blocks."""
-        for place, row in rows:
-            task.failed[task.keys[place]] = error
-            self._room.give_back([row])
-
-    def begin_commit(self, keys: Sequence[BlockKey]) -> SaveTask:
-        """Begin a commit; blocks with refused layer slices fail."""
-        refused = self._room.forget(keys)
-        task = SaveTask(keys, clock=self._clock)
-        task.failed = {key: IncompleteBlockError(f"there was no room to save block {key.hex()}") for key in refused}
-        return task
-
-    def commit(self, task: SaveTask) -> SaveTask:
-        """Make blocks visible; discard the failed ones."""
-        with self._fails(task):
-            if task.failed:
-                self._store.discard(list(task.failed))
-            task.writing.append((self._store.commit([key for key in task.keys if key not in task.failed]), []))
-        task.copied.set()
-        return task
-
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Note that blocks will not be committed, so that they can be saved again."""
-        self._room.forget(keys)
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop blocks that will not be committed; a store that raises does not matter, since nothing finds them."""
-        self.forget(keys)
-        with self._fails(SaveTask(keys, clock=self._clock)):
-            self._store.discard(keys)
+    def drop(self, task: SaveTask, error: StoreError | None = None) -> None:
+        """Write nothing of a task that was not confirmed; with an error, its blocks fail."""
+        if error is not None:
+            task.failed.update(dict.fromkeys(task.keys, error))
+        rows, task.rows = task.rows, ()
+        self._room.give_back(rows)
+        task.handed_over.set()
 
     def check(self, task: SaveTask) -> bool:
         """Reclaim written rows, and return whether the whole task is finished; not while another thread does this."""
-        copied = task.copied.is_set()
+        handed_over = task.handed_over.is_set()
         if not task.checking.acquire(blocking=False):
             return False
         try:
             for _ in range(len(task.writing)):
-                writing, rows = task.writing.popleft()
-                with self._fails(task):
-                    if not self._store.check(writing):
-                        task.writing.append((writing, rows))
-                        continue
-                    self._take(task, self._store.wait(writing), rows)
-            return copied and not task.writing
+                self._reclaim(task, wait=False)
+            return handed_over and not task.writing
         finally:
             task.checking.release()
 
     def wait(self, task: SaveTask) -> TaskResult:
         """Wait for a task and return its result."""
-        task.copied.wait()
+        task.handed_over.wait()
         with task.checking:
             while task.writing:
-                writing, rows = task.writing.popleft()
-                with self._fails(task):
-                    self._take(task, self._store.wait(writing), rows)
+                self._reclaim(task, wait=True)
         done = {key: tier for key, tier in task.done.items() if key not in task.failed}
         return TaskResult(done, task.failed, task.nbytes, task.seconds)
 
@@ -342,27 +289,27 @@ class Saver:
                 return
             self.check(task)
 
-    @contextmanager
-    def _fails(self, task: SaveTask) -> Iterator[None]:
-        """Fail a task's blocks if the store raises, as a third-party one may; it may still write their rows then."""
+    def _reclaim(self, task: SaveTask, *, wait: bool) -> None:
+        """Take back the rows that come next in ``writing``, if they are written; else look at them after all others."""
+        writing, rows = task.writing.popleft()
         try:
-            yield
+            if not (wait or self._store.check(writing)):
+                task.writing.append((writing, rows))
+                return
+            result = self._store.wait(writing)
         except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
-            get_logger(__name__).exception("[UCM.Save] a store failed unexpectedly")
-            task.failed.update(dict.fromkeys(task.keys, StoreError(f"{type(error).__name__}: {error}")))
-
-    def _take(self, task: SaveTask, result: TaskResult, rows: list[Buffer]) -> None:
+            self._failed(task, error)
+            return
         task.done.update(result.done)
         task.failed.update(result.failed)
         task.nbytes += result.nbytes
         task.seconds = max(task.seconds, result.seconds)
-        if rows:
-            self._room.give_back(rows)
+        self._room.give_back(rows)
 
+    def _failed(self, task: SaveTask, error: Exception) -> None:
+        """Fail a task's blocks because the store raised, as a third-party one may; it may still write their rows."""
+        get_logger(__name__).error("[UCM.Save] a store failed unexpectedly", exc_info=error)
+        task.failed.update(dict.fromkeys(task.keys, StoreError(f"{type(error).__name__}: {error}")))
 
-def _slices(row: Buffer, sizes: Sequence[int]) -> list[Buffer]:
-    found, at = [], 0
-    for size in sizes:
-        found.append(row[at : at + size])
-        at += size
-    return found
+    def _slices(self, row: Buffer) -> list[Buffer]:
+        return [row[begin:end] for begin, end in pairwise(self._offsets)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucm.clock import Clock, Queue
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
-    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, StoreError
+    from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError
     from ucm.store.memory.slab import SlabReader
 
 #: Called when work has ended: with the device's error, or with None.
@@ -50,7 +49,7 @@ class GroupTransfer(ABC):
     Keys are those of chunks, and ``block_ids`` lists the blocks of one chunk after the other. For the store, a chunk is
     one block with more layer slices.
 
-    A save copies its blocks into rows of host memory, which the store then writes. So a step that will overwrite the
+    A save copies its chunks into rows of host memory, which the store then writes. So a step that will overwrite the
     blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A chunk for which no
     row is free is not saved.
     """
@@ -61,6 +60,8 @@ class GroupTransfer(ABC):
     chunk_bytes: int
     #: The number of tokens of a chunk.
     chunk_tokens: int
+    #: Holds the rows.
+    saver: Saver
 
     @abstractmethod
     def load(
@@ -73,37 +74,34 @@ class GroupTransfer(ABC):
     ) -> Task:
         """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
 
-    @abstractmethod
-    def save(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        depth: int = 0,
-        retain_until: float = 0.0,
-    ) -> Task:
-        """Save some layers of blocks from the KV cache; they become visible through ``commit``."""
+    def save(self, keys: Sequence[BlockKey], depth: int = 0, retain_until: float = 0.0) -> SaveTask:
+        """Begin a save of chunks; ``copy`` fills it layer by layer, and ``confirm`` or ``drop`` ends it."""
+        return self.saver.begin(keys, depth, retain_until)
 
     @abstractmethod
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible, after all earlier saves."""
+    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
+        """Copy some layers of a save's chunks from the KV cache; ``block_ids`` are those of all chunks of the save."""
 
     @abstractmethod
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop saved blocks that will not be committed."""
+    def confirm(self, task: SaveTask) -> None:
+        """Write a save's chunks after all its copies; each becomes visible when it is written."""
+
+    @abstractmethod
+    def drop(self, task: SaveTask) -> None:
+        """Write nothing of a save."""
 
     def throttle(self, *, active: bool) -> None:
         """Note that a forward starts or stops using the processors that saves need; see `KVStore.throttle`."""
         del active
 
-    @abstractmethod
-    def copied(self, task: Task) -> None:
+    def copied(self, task: SaveTask) -> None:
         """Wait until a save no longer reads the KV cache; this takes as long as the copy, whatever the medium does."""
+        task.copied.wait()
 
     @property
-    @abstractmethod
     def waiting_bytes(self) -> int:
         """Bytes that were saved and are not written yet."""
+        return self.saver.waiting_bytes
 
     @abstractmethod
     def check(self, task: Task) -> bool:
@@ -115,7 +113,7 @@ class GroupTransfer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish committed blocks and close the store."""
+        """Finish confirmed saves and close the store."""
 
 
 class HostTransfer(GroupTransfer):
@@ -135,7 +133,7 @@ class HostTransfer(GroupTransfer):
         self._memory = memory
         self.store = store
         self._slab = slab
-        self._saver = Saver(store, save_queue_bytes, clock=clock)
+        self.saver = Saver(store, memory.geometry.slice_sizes, save_queue_bytes, clock=clock)
         self.layer_names = [layout.name for layout in memory.layouts]
         self.chunk_bytes = memory.geometry.nbytes
         self.chunk_tokens = memory.group.chunk_tokens
@@ -153,62 +151,43 @@ class HostTransfer(GroupTransfer):
             self.store, self._slab, self._blocks(keys, block_ids, layers, depth), staged, self._memory.geometry
         )
 
-    def save(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        depth: int = 0,
-        retain_until: float = 0.0,
-    ) -> Task:
-        """Copy some layers of blocks and start to write them."""
+    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
+        """Copy some layers of a save's chunks at once."""
         memory = self._memory
-        first, end = memory.slice_count(layers.start), memory.slice_count(layers.stop)
-        task, rows = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first, depth, retain_until)
-        for place, row in rows:
-            at = 0
+        skipped = sum(memory.geometry.slice_sizes[: memory.slice_count(layers.start)])
+        for place, row in enumerate(task.rows):
+            at = skipped
             for layer_slice in memory.buffers(memory.group.blocks_of(block_ids, place), layers):
                 row[at : at + layer_slice.nbytes] = layer_slice
                 at += layer_slice.nbytes
-        self._saver.write(task, rows)
-        task.copied.set()
-        return task
 
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible."""
-        return self._saver.commit(self._saver.begin_commit(keys))
+    def confirm(self, task: SaveTask) -> None:
+        """Start to write a save's chunks."""
+        self.saver.confirm(task)
 
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop saved blocks."""
-        self._saver.discard(keys)
+    def drop(self, task: SaveTask) -> None:
+        """Write nothing of a save."""
+        self.saver.drop(task)
 
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to the store, because the forward runs on the host's processors."""
         self.store.throttle(active=active)
 
-    def copied(self, task: Task) -> None:
-        """Do nothing: ``save`` returns after the copy."""
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that were saved and are not written yet."""
-        return self._saver.waiting_bytes
-
     def check(self, task: Task) -> bool:
         """Return whether a task is finished."""
         if isinstance(task, SaveTask):
-            return self._saver.check(task)
+            return self.saver.check(task)
         return (self._slab if isinstance(task, CopyTask) else self.store).check(task)
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task and return its result."""
         if isinstance(task, SaveTask):
-            return self._saver.wait(task)
+            return self.saver.wait(task)
         return (self._slab if isinstance(task, CopyTask) else self.store).wait(task)
 
     def close(self) -> None:
         """Close the store."""
-        self._saver.close()
+        self.saver.close()
         self.store.close()
 
     def _blocks(
@@ -349,7 +328,7 @@ class StagedTransfer(GroupTransfer):
         blocks = self._portion * memory.group.chunk_blocks
         self._loader = _Lane(memory, blocks, "ucm-load", stagings=2, clock=clock)
         self._gatherer = _Lane(memory, blocks, "ucm-gather", stagings=1, clock=clock)
-        self._saver = Saver(store, save_queue_bytes, clock=clock)
+        self.saver = Saver(store, memory.geometry.slice_sizes, save_queue_bytes, clock=clock)
 
     def load(
         self,
@@ -364,65 +343,35 @@ class StagedTransfer(GroupTransfer):
         self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged, depth), task.end)
         return task
 
-    def save(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        depth: int = 0,
-        retain_until: float = 0.0,
-    ) -> Task:
-        """Save some layers of blocks from the device; blocks for which there is no room fail at once."""
-        sizes = self._memory.geometry.slice_sizes[layers.start : layers.stop]
-        task, rows = self._saver.begin(keys, sizes, layers.start, depth, retain_until)
-        if not rows:
-            task.copied.set()
-            return task
-        left = deque(rows)
+    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
+        """Start to copy some layers of a save's chunks from the device; if that fails, the whole save does."""
+        if not task.rows:
+            return
+        copied = task.copied = self._clock.event()
 
         def ended(error: Exception | None) -> None:
             if error is not None:
-                self._saver.drop(task, left, device_failed(error))
-            task.copied.set()
+                self.saver.drop(task, device_failed(error))
+            copied.set()
 
-        self._gatherer.submit(lambda event: self._save(task, event, left, block_ids, layers), ended)
-        return task
+        self._gatherer.submit(lambda event: self._copy(task, event, block_ids, layers), ended)
 
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible; blocks with refused layer slices fail and are discarded."""
-        task = self._saver.begin_commit(keys)
+    def confirm(self, task: SaveTask) -> None:
+        """Write a save's chunks after its copies."""
+        self._gatherer.submit(lambda _: self.saver.confirm(task), lambda _: None)
 
-        def ended(error: Exception | None) -> None:
-            if error is not None:
-                task.failed.update({key: device_failed(error) for key in task.keys if key not in task.failed})
-            task.copied.set()
-
-        self._gatherer.submit(lambda _: self._saver.commit(task), ended)
-        return task
-
-    def copied(self, task: Task) -> None:
-        """Wait until a save no longer reads the device's memory."""
-        if isinstance(task, SaveTask):
-            task.copied.wait()
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that were saved and are not written yet."""
-        return self._saver.waiting_bytes
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Discard blocks, after all earlier saves."""
-        self._saver.forget(keys)
-        self._gatherer.submit(lambda _: self._store.discard(keys), lambda _: None)
+    def drop(self, task: SaveTask) -> None:
+        """Write nothing of a save, and reclaim its rows after its copies."""
+        self._gatherer.submit(lambda _: self.saver.drop(task), lambda _: None)
 
     def check(self, task: Task) -> bool:
         """Return whether a task is finished."""
-        return self._saver.check(task) if isinstance(task, SaveTask) else _staged(task).finished.is_set()
+        return self.saver.check(task) if isinstance(task, SaveTask) else _staged(task).finished.is_set()
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task and return its result."""
         if isinstance(task, SaveTask):
-            return self._saver.wait(task)
+            return self.saver.wait(task)
         staged = _staged(task)
         staged.finished.wait()
         return TaskResult(staged.done, staged.failed, staged.nbytes, staged.seconds)
@@ -431,7 +380,7 @@ class StagedTransfer(GroupTransfer):
         """Finish queued transfers and close the store."""
         self._loader.close()
         self._gatherer.close()
-        self._saver.close()
+        self.saver.close()
         self._store.close()
 
     def _load(
@@ -495,27 +444,23 @@ class StagedTransfer(GroupTransfer):
     def _wait(self, task: Task) -> TaskResult:
         return (self._slab if isinstance(task, CopyTask) else self._store).wait(task)
 
-    def _save(
-        self, task: SaveTask, event: Any, left: deque[tuple[int, Buffer]], block_ids: Sequence[int], layers: range
-    ) -> None:
-        """Copy chunks into their rows, portion by portion; remove copied chunks from ``left``."""
-        lane = self._gatherer
+    def _copy(self, task: SaveTask, event: Any, block_ids: Sequence[int], layers: range) -> None:
+        """Copy some layers of chunks into their rows, portion by portion."""
+        lane, memory = self._gatherer, self._memory
         [staging] = lane.staging
-        while left:
-            some = [left[number] for number in range(min(self._portion, len(left)))]
-            ids = [block for place, _ in some for block in self._memory.group.blocks_of(block_ids, place)]
+        skipped = sum(memory.geometry.slice_sizes[: layers.start])
+        for first in range(0, len(task.rows), self._portion):
+            rows = task.rows[first : first + self._portion]
+            ids = [block for place in range(len(rows)) for block in memory.group.blocks_of(block_ids, first + place)]
             with lane.stream.after(event):
-                self._memory.gather(ids, layers, staging)
+                memory.gather(ids, layers, staging)
             lane.stream.synchronize()
-            for number, (_, row) in enumerate(some):
-                at = 0
+            for number, row in enumerate(rows):
+                at = skipped
                 for layer in layers:
-                    layer_slice = self._memory.chunks(staging[layer])[number]
+                    layer_slice = memory.chunks(staging[layer])[number]
                     row[at : at + layer_slice.nbytes] = memoryview(layer_slice)
                     at += layer_slice.nbytes
-            for _ in some:
-                left.popleft()
-            self._saver.write(task, some)
 
 
 class _Lane:

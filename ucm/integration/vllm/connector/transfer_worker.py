@@ -12,7 +12,6 @@ from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLos
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
-from ucm.store.base import IncompleteBlockError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+    from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockKey, StoreError, Task, TaskResult
 
@@ -53,13 +53,12 @@ PORTIONS = 4
 
 @dataclass(slots=True)
 class SaveUnderWay:
-    """A save in progress; ``whole`` if it completes the blocks."""
+    """A save in progress."""
 
     group: int
     transfer: GroupTransfer
-    task: Task
+    task: SaveTask
     block_ids: frozenset[int]
-    whole: bool
     request_id: str
 
 
@@ -122,7 +121,7 @@ class TransferWorker:
         self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
         self._step, self._idle = 0, False
-        self._unconfirmed = Unconfirmed(self._commit, self._discard)
+        self._unconfirmed = Unconfirmed(self._confirm, self._drop)
         self.reports_stored = False  #: whether blocks that have become visible are collected for ``take_stored``
         self._stored: OrderedDict[tuple[int, BlockKey], dict[int, str]] = OrderedDict()
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
@@ -271,8 +270,7 @@ class TransferWorker:
     def _settle(self) -> None:
         if self.settles:
             for save in self._under_way:
-                if save.block_ids:  # a commit reads none
-                    save.transfer.copied(save.task)
+                save.transfer.copied(save.task)
 
     def _throttle(self, *, active: bool) -> None:
         for transfer in self.groups.values():
@@ -331,30 +329,34 @@ class TransferWorker:
         for transfer in self.groups.values():
             transfer.close()
 
-    def start_save(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
-        """Start to save some layers of blocks; ``whole`` with the last ones."""
+    def begin_save(self, moves: BlockMoves) -> SaveUnderWay:
+        """Begin to save blocks, whose layers are then copied."""
         transfer = self.groups[moves.group]
-        task = transfer.save(moves.keys, moves.block_ids, layers, moves.depth, moves.retain_until)
-        self._under_way.append(
-            SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole, moves.request_id)
-        )
+        task = transfer.save(moves.keys, moves.depth, moves.retain_until)
+        save = SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), moves.request_id)
+        self._under_way.append(save)
+        return save
 
-    def commit(self, moves: BlockMoves) -> None:
-        """Make blocks visible once they are written and it is confirmed that no rank's weights had changed."""
-        self._unconfirmed.add(moves, moves.step)
+    def end_save(self, save: SaveUnderWay, step: int) -> None:
+        """Write copied blocks once it is confirmed that no rank's weights had changed when they were computed.
 
-    def _commit(self, moves: BlockMoves) -> None:
-        transfer = self.groups[moves.group]
-        task = transfer.commit(moves.keys)
-        self._under_way.append(SaveUnderWay(moves.group, transfer, task, frozenset(), False, moves.request_id))
+        Args:
+            save: The save.
+            step: The last step that computed some of their KV.
+        """
+        self._unconfirmed.add(save, step)
 
-    def _discard(self, moves: BlockMoves) -> None:
-        self.groups[moves.group].discard(moves.keys)
-        self.counters.failed("save", "other", len(moves.keys))
+    def _confirm(self, save: SaveUnderWay) -> None:
+        save.transfer.confirm(save.task)
+
+    def _drop(self, save: SaveUnderWay) -> None:
+        save.transfer.drop(save.task)
+        self.counters.failed("save", "other", len(save.task.keys))
 
     def _save(self, moves: BlockMoves) -> None:
-        self.start_save(moves, self.all_layers(moves.group))
-        self.commit(moves)
+        save = self.begin_save(moves)
+        save.transfer.copy(save.task, moves.block_ids, self.all_layers(moves.group))
+        self.end_save(save, moves.step)
 
     def _finish_loads(self, block_ids: set[int]) -> None:
         """Wait for loads into blocks that were given to another request after the first was aborted."""
@@ -372,17 +374,15 @@ class TransferWorker:
                 still.append(save)
                 continue
             result = save.transfer.wait(save.task)
-            if self.reports_stored and not save.block_ids:  # a commit
+            if self.reports_stored:
                 rank = self._places[save.group]
                 self._stored.update(((save.group, key), {rank: tier}) for key, tier in result.done.items())
                 while len(self._stored) > MOST_STORED:
                     self._stored.popitem(last=False)
-            if save.block_ids and result.done:
-                self.counters.saved(len(result.done) if save.whole else 0, result.nbytes, result.seconds)
+            if result.done:
+                self.counters.saved(len(result.done), result.nbytes, result.seconds)
                 _log_done("[UCM.Save] request %s: %d blocks of KV-cache group %d saved in %.1f ms", save, result)
-            # A commit after a failed save fails as well; the failure was counted with the save.
-            failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
-            self._count_failures("save", save.group, failed, self.save_failures)
+            self._count_failures("save", save.group, result.failed, self.save_failures)
         self._under_way = still
 
 
@@ -410,40 +410,40 @@ class Unconfirmed(Generic[T]):
     change.
 
     Args:
-        commit: Makes an item visible.
-        discard: Drops an item.
+        confirm: Writes an item.
+        drop: Drops an item.
     """
 
-    def __init__(self, commit: Callable[[T], None], discard: Callable[[T], None]) -> None:
-        self._commit = commit
-        self._discard = discard
+    def __init__(self, confirm: Callable[[T], None], drop: Callable[[T], None]) -> None:
+        self._confirm = confirm
+        self._drop = drop
         self._waiting: list[_Waiting[T]] = []
         self._confirmed: int | None = None
         self._epoch = 0
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step: commit what its plan confirms, and discard unconfirmed items of earlier epochs."""
+        """Begin a step: write what its plan confirms, and drop unconfirmed items of earlier epochs."""
         self._confirmed, self._epoch = plan.confirmed, plan.epoch
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if one.epoch < plan.epoch:
-                self._discard(one.item)
+                self._drop(one.item)
             else:
-                self._commit_or_keep(one)
+                self._confirm_or_keep(one)
 
     def add(self, item: T, step: int) -> None:
         """Add a saved item whose KV was computed in steps up to ``step``."""
-        self._commit_or_keep(_Waiting(item, step, self._epoch))
+        self._confirm_or_keep(_Waiting(item, step, self._epoch))
 
     def close(self) -> None:
-        """Discard all unconfirmed items."""
+        """Drop all unconfirmed items."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            self._discard(one.item)
+            self._drop(one.item)
 
-    def _commit_or_keep(self, one: _Waiting[T]) -> None:
+    def _confirm_or_keep(self, one: _Waiting[T]) -> None:
         if self._confirmed is None or one.step <= self._confirmed:
-            self._commit(one.item)
+            self._confirm(one.item)
         else:
             self._waiting.append(one)
 
@@ -463,9 +463,14 @@ class LayerWiseWorker(TransferWorker):
         """Begin a step, before anything of it is written."""
         super().begin(plan)
         if self._plan is not plan:
+            if self._plan is not None:
+                for begun in self._saves_begun.values():  # by a step that did not end
+                    for _, save in begun:
+                        self._drop(save)
             self._plan = plan
             self._portions_loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
-            self._saved: dict[int, set[int]] = {}
+            self._saves_begun: dict[int, list[tuple[BlockMoves, SaveUnderWay]]] = {}
+            self._copied: dict[int, set[int]] = {}
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a plan."""
@@ -492,28 +497,34 @@ class LayerWiseWorker(TransferWorker):
             self._finish((group, portion))
 
     def layer_computed(self, layer_name: str) -> None:
-        """Start to save a computed layer of the blocks that the step fills."""
+        """Copy a computed layer of the blocks that the step fills."""
         if self._plan is None or not self._plan.saves:
             return
         for group, index in self._where(layer_name):
-            wanted = [moves for moves in self.own(self._plan.saves) if moves.group == group]
-            if wanted and index not in self._saved.setdefault(group, set()):
-                self._saved[group].add(index)
-                whole = len(self._saved[group]) == len(self.all_layers(group))
-                for moves in wanted:
-                    self.start_save(moves, range(index, index + 1), whole=whole)
+            self._copy_layer(self._plan, group, index)
 
     def save(self, plan: StepPlan) -> None:
-        """Save the layers that were not reported one by one, after the forward, and commit."""
+        """Copy the layers that were not reported one by one, after the forward, and write the blocks."""
         self._throttle(active=False)
         self._finish_all()
-        for moves in self.own(plan.saves):
-            done = self._saved.get(moves.group, set())
-            missing = [index for index in self.all_layers(moves.group) if index not in done]
-            for index in missing:
-                self.start_save(moves, range(index, index + 1), whole=index == missing[-1])
-            self.commit(moves)
+        for group in {moves.group: None for moves in self.own(plan.saves)}:
+            for index in self.all_layers(group):
+                self._copy_layer(plan, group, index)
+            for moves, save in self._saves_begun.pop(group):
+                self.end_save(save, moves.step)
         self._settle()
+
+    def _copy_layer(self, plan: StepPlan, group: int, index: int) -> None:
+        """Copy a layer of the blocks of one group that a step fills, unless that was done."""
+        copied = self._copied.setdefault(group, set())
+        if index in copied:
+            return
+        copied.add(index)
+        if group not in self._saves_begun:
+            wanted = [moves for moves in self.own(plan.saves) if moves.group == group]
+            self._saves_begun[group] = [(moves, self.begin_save(moves)) for moves in wanted]
+        for moves, save in self._saves_begun[group]:
+            save.transfer.copy(save.task, moves.block_ids, range(index, index + 1))
 
     def _finish_all(self) -> None:
         for place in list(self._portions_loading):

@@ -131,7 +131,6 @@ class Scene:
                 for number, key in enumerate(keys)
             ]
             assert not store.wait(store.save(transfers)).failed
-            assert not store.wait(store.commit(keys)).failed
         return keys
 
     def matched(self, request: Request, computed: int = 0, exact: int = 0) -> int:

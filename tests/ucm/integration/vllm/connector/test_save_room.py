@@ -26,55 +26,38 @@ GEOMETRY = BlockGeometry((4096,) * 4, b"0123456789abcdef")
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(6)]
 
 
-def let_in(room: SaveRoom, keys: list[BlockKey], nbytes: int) -> list[int]:
-    return [place for place, _ in room.take(keys, nbytes)]
-
-
 def test_blocks_are_let_in_up_to_the_limit() -> None:
     room = SaveRoom(limit=100)
-    taken = room.take(KEYS[:4], 30)
-    assert [place for place, _ in taken] == [0, 1, 2]
+    taken = room.take(4, 30)
+    assert len(taken) == 3
     assert room.taken_bytes == 90
-    room.give_back([row for _, row in taken[:2]])
-    assert let_in(room, KEYS[4:], 35) == [0, 1]
-    assert (room.error().cause, room.error().what) == ("full", "more than 100 bytes wait for being written")
+    room.give_back(taken[:2])
+    assert len(room.take(2, 35)) == 2
 
 
 def test_something_is_let_in_whenever_nothing_waits() -> None:
     room = SaveRoom(limit=1)
     for _ in range(2):
-        [(place, row)] = room.take(KEYS[:2], 50)
-        assert (place, row.nbytes) == (0, 50)
+        [row] = room.take(2, 50)
+        assert row.nbytes == 50
         room.give_back([row])
-        room.forget(KEYS)
-
-
-def test_a_block_that_was_refused_stays_out_until_it_is_forgotten() -> None:
-    room = SaveRoom(limit=100)
-    taken = room.take(KEYS[:3], 50)
-    assert len(taken) == 2
-    room.give_back([row for _, row in taken])
-    assert let_in(room, KEYS[:4], 25) == [0, 1, 3]
-    assert room.forget(KEYS) == {KEYS[2]}
-    assert room.forget(KEYS) == set()
-    assert let_in(room, KEYS[2:3], 25) == [0]
 
 
 def test_rows_are_apart_and_used_again() -> None:
     room = SaveRoom(limit=1 << 20)
-    first = [row for _, row in room.take(KEYS, 1000)]
+    first = room.take(6, 1000)
     for number, row in enumerate(first):
         row[:] = bytes([number]) * 1000
-    assert [bytes(row) for row in first] == [bytes([number]) * 1000 for number in range(len(KEYS))]
+    assert [bytes(row) for row in first] == [bytes([number]) * 1000 for number in range(6)]
     held = room.held_bytes
     room.give_back(first)
-    room.take(KEYS, 1000)
+    room.take(6, 1000)
     assert room.held_bytes == held
 
 
 def test_no_more_memory_is_held_than_may_be_used() -> None:
     room = SaveRoom(limit=100)
-    assert let_in(room, KEYS[:3], 30) == [0, 1, 2]
+    assert len(room.take(3, 30)) == 3
     assert room.held_bytes == 90
 
 
@@ -83,30 +66,28 @@ def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytes
     refuses = create_autospec(mmap.mmap, side_effect=OSError("no memory"))
     with monkeypatch.context() as patched:
         patched.setattr(saving, "mmap", create_autospec(mmap, mmap=refuses))
-        assert room.take(KEYS[:1], 1000) == []
-    assert room.forget(KEYS) == {KEYS[0]}
-    assert let_in(room, KEYS[:1], 1000) == [0]
+        assert room.take(1, 1000) == []
+    assert len(room.take(1, 1000)) == 1
 
 
 def test_memory_that_a_burst_took_is_given_back() -> None:
     room = SaveRoom(limit=1 << 40)
     block = EXTENT_BYTES // 2
-    burst = [row for _, row in room.take(KEYS, block)]
-    room.give_back(burst)
+    room.give_back(room.take(6, block))
     room.trim()
     assert room.held_bytes == 6 * block  # as many may be needed again
-    room.give_back([row for _, row in room.take(KEYS[:1], block)])
+    room.give_back(room.take(1, block))
     room.trim()
     assert room.held_bytes == 2 * block
     room.trim()
     assert room.held_bytes == 0
-    assert let_in(room, KEYS, block) == list(range(6))
+    assert len(room.take(6, block)) == 6
 
 
 def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
     room = SaveRoom(limit=1 << 40)
     block = EXTENT_BYTES // 4
-    rows = [row for _, row in room.take(KEYS, block)]
+    rows = room.take(6, block)
     room.give_back(rows[1:])
     for _ in range(2):
         room.trim()
@@ -120,7 +101,7 @@ def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
 @pytest.fixture
 def saver(tmp_path: Path, clock: SimulatedClock) -> Iterator[Saver]:
     store = open_store(StoreConfig(directories=(str(tmp_path),)), "saver", GEOMETRY, clock=clock)
-    made = Saver(store, 1 << 30, clock=clock)
+    made = Saver(store, GEOMETRY.slice_sizes, 1 << 30, clock=clock)
     yield made
     made.close()
     store.close()
@@ -132,10 +113,10 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
     Returns:
         The task, and a reference to the memory of its rows.
     """
-    task, rows = saver.begin(KEYS[:1], GEOMETRY.slice_sizes, 0)
-    saver.write(task, rows)
-    task.copied.set()
-    return task, weakref.ref(rows[0][1].obj)
+    task = saver.begin(KEYS[:1])
+    memory: weakref.ref[object] = weakref.ref(task.rows[0].obj)
+    saver.confirm(task)
+    return task, memory
 
 
 def until_nothing_is_held(clock: SimulatedClock, saver: Saver) -> None:
@@ -157,7 +138,6 @@ def test_an_engine_without_requests_gives_its_memory_back(clock: SimulatedClock,
         assert saver.waiting_bytes == 0
         assert saver.check(task)
         assert list(saver.wait(task).done) == KEYS[:1], number
-        saver.wait(saver.commit(saver.begin_commit(KEYS[:1])))
 
 
 def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(clock: SimulatedClock, saver: Saver) -> None:
@@ -185,16 +165,30 @@ def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(
     assert saver.waiting_bytes == GEOMETRY.nbytes
 
 
-@pytest.mark.parametrize("call", ["commit", "discard"])
-def test_blocks_that_a_store_cannot_commit_or_discard_fail(saver: Saver, call: str) -> None:
-    saver._store = broken = create_autospec(KVStore, instance=True)
-    getattr(broken, call).side_effect = OSError("broken")
-    task = SaveTask(KEYS[:2])
-    task.failed = {KEYS[1]: StoreError("it was not saved")}
-    result = saver.wait(saver.commit(task))
-    assert str(result.failed[KEYS[0]]) == "OSError: broken"
-    assert (set(result.failed), result.done) == ({*KEYS[:2]}, {})
-    saver.discard(KEYS[:2])
+def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: Saver) -> None:
+    task = saver.begin(KEYS[:2])
+    assert not saver.check(task), "it waits for the confirmation"
+    assert saver.waiting_bytes == 2 * GEOMETRY.nbytes
+    saver.drop(task)
+    assert saver.check(task)
+    result = saver.wait(task)
+    assert (result.done, result.failed, saver.waiting_bytes) == ({}, {}, 0)
+    failing = saver.begin(KEYS[:2])
+    saver.drop(failing, StoreError("the device failed"))
+    saver.confirm(failing)
+    assert set(saver.wait(failing).failed) == set(KEYS[:2])
+    assert saver._store.lookup(KEYS[:2]) == [False, False]
+
+
+def test_blocks_beyond_the_limit_fail_and_say_so(saver: Saver, clock: SimulatedClock) -> None:
+    narrow = Saver(saver._store, GEOMETRY.slice_sizes, 2 * GEOMETRY.nbytes, clock=clock)
+    task = narrow.begin(KEYS[:3], depth=7)
+    narrow.confirm(task)
+    result = narrow.wait(task)
+    assert (set(result.done), set(result.failed)) == (set(KEYS[:2]), set(KEYS[2:3]))
+    assert "raise save_queue," in str(result.failed[KEYS[2]])
+    assert saver._store.lookup(KEYS[:3]) == [True, True, False]
+    narrow.close()
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from ucm.store.base import BlockMissingError, KVStore, StoreFullError, StoreUnavailableError, Task, TaskResult
+from ucm.store.base import BlockMissingError, KVStore, StoreFullError, Task, TaskResult
 
 if TYPE_CHECKING:
     import random
@@ -29,14 +29,14 @@ class Deferred(Task):
 class FaultyStore(KVStore):
     """Executes transfers late, at the latest when waited for, and makes some of them fail.
 
-    Loads keep their order among themselves, and so do saves and commits.
+    Loads keep their order among themselves, and so do saves.
 
     Args:
         inner: A real store.
         clock: The store's clock.
         chance: The source of random choices.
         failing_loads: The share of loads of single blocks that fail.
-        failing_saves: The share of saves and commits of single blocks that fail.
+        failing_saves: The share of saves of single blocks that fail.
         late: The share of calls after which no waiting call is executed.
     """
 
@@ -93,22 +93,6 @@ class FaultyStore(KVStore):
             return _with(self.inner.wait(self.inner.save(good)), failed)
 
         return self._defer(self._saves, run)
-
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        good, failed = self._split(keys, lambda key: key, StoreUnavailableError("injected"), self._failing_saves)
-
-        def run() -> TaskResult:
-            self.inner.discard(list(failed))
-            return _with(self.inner.wait(self.inner.commit(good)), failed)
-
-        return self._defer(self._saves, run)
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        def run() -> TaskResult:
-            self.inner.discard(keys)
-            return TaskResult({}, {}, 0, 0.0)
-
-        self._defer(self._saves, run)
 
     def wait(self, task: Task) -> TaskResult:
         assert isinstance(task, Deferred)
