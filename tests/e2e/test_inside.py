@@ -9,6 +9,7 @@ from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, each
 pytestmark = pytest.mark.e2e
 
 FILES = (
+    "tests/campaign/test_groups.py",
     "tests/e2e/test_block_table.py",
     "tests/ucm/test_probe.py",
     "tests/ucm/hashing/test_with_vllm.py",

@@ -25,6 +25,7 @@ SPARSE = "tests/ucm/sparse"
 OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
 #: Files that take more than five seconds, on a core of their own; `nox -s tests` runs the others, all in half a minute.
 SLOW = {
+    "tests/campaign/test_groups.py",
     "tests/ucm/hashing/test_with_vllm.py",
     "tests/ucm/integration/vllm/blend/test_vllm_scheduler.py",
     f"{CONNECTOR}/test_staged_simulation.py",

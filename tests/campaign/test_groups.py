@@ -1,0 +1,77 @@
+"""A short campaign on KV-cache groups passes, and notices what a broken product would do."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
+
+from tests.campaign import groups
+from tests.campaign.damage import DAMAGES
+from tests.campaign.figures import Figures, table
+from tests.campaign.scene import Stage
+from ucm.integration.vllm.connector import staging
+from ucm.integration.vllm.connector.kv_cache import longest_hit
+from ucm.store.format import HeaderCodec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEED = 20260711
+
+
+def run(count: int, directory: Path) -> Figures:
+    figures = groups.run(count, Stage(random.Random(SEED), directory, None))  # noqa: S311 - it decides what is tested
+    print(table({"groups": figures}))
+    return figures
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "PROMPTS", 6)
+
+
+def test_what_must_be_zero_is_zero(tmp_path: Path) -> None:
+    figures = run(groups.PROMPTS * len(groups.MODELS), tmp_path)
+    assert figures.trials == groups.PROMPTS * len(groups.MODELS)
+    assert figures.visible
+    assert figures.loaded
+    assert not figures.failed, figures
+
+
+def test_a_store_without_checksums_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "MODELS", {"latents": groups.MODELS["latents"]})
+    # The blocks are small: other ways damage little but their headers, which are read in any case.
+    monkeypatch.setattr(groups, "DAMAGES", {way: DAMAGES[way] for way in ("flip-body", "misplace")})
+    with patch.object(HeaderCodec, "is_sound", lambda *_: True):
+        figures = run(2 * groups.PROMPTS, tmp_path)
+    assert figures.wrong_bytes
+    assert figures.corrupt_hits
+
+
+@pytest.fixture
+def _hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models with states alone."""
+    monkeypatch.setattr(groups, "MODELS", {"state": groups.MODELS["state"]})
+
+
+@pytest.mark.usefixtures("_hybrid")
+def test_hits_that_ignore_the_states_are_found_out(tmp_path: Path) -> None:
+    def ignorant(of: Any, present: Any, *more: int) -> int:
+        rows = [row if group.needs_all else [True] * 99 for group, row in zip(of, present, strict=True)]
+        return longest_hit(of, rows, *more)
+
+    with patch.object(staging, "longest_hit", ignorant):
+        figures = run(groups.PROMPTS, tmp_path)
+    assert figures.wrong_bytes
+    assert figures.corrupt_hits
+
+
+@pytest.mark.usefixtures("_hybrid")
+def test_shorter_hits_than_possible_are_found_out(tmp_path: Path) -> None:
+    with patch.object(staging, "longest_hit", lambda *of: max(0, longest_hit(*of) - of[-1])):
+        assert run(groups.PROMPTS, tmp_path).lost
