@@ -14,14 +14,22 @@ from tests.campaign import groups
 from tests.campaign.damage import DAMAGES
 from tests.campaign.figures import Figures, table
 from tests.campaign.scene import Stage
+from tests.ucm.store.evicting import evict_unpinned
 from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.store.format import HeaderCodec
+from ucm.store.posix.scan import scan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ucm.testing.clock import SimulatedClock
+
+pytest_plugins = ("tests.simulated",)
+
 SEED = 20260711
+#: More than ``store.touch_seconds``.
+SPAN = 120.0
 
 
 def run(count: int, directory: Path) -> Figures:
@@ -75,3 +83,32 @@ def test_hits_that_ignore_the_states_are_found_out(tmp_path: Path) -> None:
 def test_shorter_hits_than_possible_are_found_out(tmp_path: Path) -> None:
     with patch.object(staging, "longest_hit", lambda *of: max(0, longest_hit(*of) - of[-1])):
         assert run(groups.PROMPTS, tmp_path).lost
+
+
+@pytest.mark.usefixtures("_hybrid")
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_a_group_has_left_of_a_prompt_is_evicted_like_other_old_blocks(
+    clock: SimulatedClock, tmp_path: Path, lost: int
+) -> None:
+    """Uses of other prompts renew nothing of one whose states, or attention, are gone."""
+    rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
+    one = groups.Round(groups.MODELS["state"], tmp_path, rng, clock, Figures())
+    clock.advance(3600.0)  # the kernel's times of files, which are real, are in the past
+    assert one.serve()
+    clock.advance(SPAN)
+    orphan, *others = one.stored().values()
+    for place in orphan:
+        if place.group == lost:
+            place.file.path.unlink()
+    left = [place.file.path for place in orphan if place.group != lost]
+    prompts, one.prompts = one.prompts, one.prompts[1:]
+    assert all(one.serve() or [])
+    clock.advance(2.0)  # the evictors' threads set the times
+    root = str(tmp_path / "store")
+    assert evict_unpinned(root, scan(root), sum(path.stat().st_size for path in left), lambda _: None)[0] == len(left)
+    assert not any(path.exists() for path in left)
+    assert all(place.file.path.exists() for of_prompt in others for place in of_prompt)
+    one.prompts = prompts
+    hits = one.serve() or []
+    assert not hits[0]
+    assert all(hits[1:])

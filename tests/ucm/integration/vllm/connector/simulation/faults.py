@@ -107,6 +107,9 @@ class FaultyStore(KVStore):
             self._some(task.queue)
         return task.result is not None
 
+    def renew(self, keys: Sequence[BlockKey]) -> None:
+        self.inner.renew(keys)
+
     def stats(self) -> Mapping[str, TierStats]:
         return self.inner.stats()
 
