@@ -25,7 +25,7 @@ from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.testing.blocks import Memory, content, key
+from ucm.testing.blocks import Memory, content, in_order, key
 from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def serve(store: KVStore, keys: Sequence[BlockKey], own: int) -> int:
     """Do for a request what the connector does; return the blocks that the store had beyond those of the engine."""
     there = store.lookup_on_prefix(keys[:own])
     hit = store.lookup_on_prefix(keys[own:])
-    store.renew(keys[: own + hit])
+    store.renew(in_order(keys[: own + hit]))
     loaded = [Memory(block, SMALL) for block in keys[own : own + hit]]
     store.wait(store.load([BlockTransfer(m.key, m.slices, depth=own + place) for place, m in enumerate(loaded)]))
     for first, end in ((there, own), (own + hit, len(keys))):

@@ -14,6 +14,7 @@ from tests.campaign import groups
 from tests.campaign.damage import DAMAGES
 from tests.campaign.figures import Figures, table
 from tests.campaign.scene import Stage
+from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.store.evicting import evict_unpinned
 from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.kv_cache import longest_hit
@@ -112,3 +113,23 @@ def test_what_a_group_has_left_of_a_prompt_is_evicted_like_other_old_blocks(
     hits = one.serve() or []
     assert not hits[0]
     assert all(hits[1:])
+
+
+@pytest.mark.parametrize(("full", "window"), [(4, 4), (16, 4), (16, 2)])
+def test_a_prompt_is_evicted_from_its_end_whatever_the_sizes_of_the_groups_blocks(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int, window: int
+) -> None:
+    monkeypatch.setattr(groups, "_SHORTEST", 161)
+    monkeypatch.setattr(groups, "_LONGEST", 161)
+    rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
+    setting = Setting(groups=((full, None, 2), (window, 9, 2)), blocks=1200)
+    one = groups.Round(setting, tmp_path, rng, clock, Figures())
+    clock.advance(3600.0)  # see above
+    assert one.serve()
+    clock.advance(SPAN)
+    assert one.serve() == [160] * groups.PROMPTS  # a use of all that is there
+    clock.advance(2.0)
+    files = [place.file.path for of_prompt in one.stored().values() for place in of_prompt]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[: len(files) // 2]:
+        path.unlink()
+    assert one.expected(one.stored(), {}) == [80] * groups.PROMPTS

@@ -127,7 +127,8 @@ class BlockTransfer:
         key: The block's key.
         slices: The memory of consecutive layer slices, each as long as the geometry says; all of them to save a block.
         first_slice: The index of the first layer slice.
-        depth: How many blocks its chain has before it; of blocks used alike, the deepest are evicted first.
+        depth: How many tokens its chain has up to this block's end; of blocks used alike, the deepest are evicted
+            first, so blocks of unequal sizes that depend on each other go together.
         retain_until: Of a block to save: until when to retain it, in seconds since the epoch; 0: not at all. Every tier
             that the block is written to retains it; see ``KVStore.retain``.
     """
@@ -220,18 +221,18 @@ class KVStore(ABC):
         A block that the store already has counts as done and is not written again.
         """
 
-    def renew(self, keys: Sequence[BlockKey]) -> None:
+    def renew(self, depths: Mapping[BlockKey, int]) -> None:
         """Note that all blocks of a chain are used, from its first one on, although they are not loaded.
 
         Their times of last use are renewed in the background, at most once per ``touch_seconds``. Call this for the
         whole chain: a block without those before it is worth nothing.
 
         Args:
-            keys: The chain; the keys of missing blocks are ignored.
+            depths: The chain's blocks, each with its depth as in ``BlockTransfer``; missing ones are ignored.
         """
-        del keys
+        del depths
 
-    def retain(self, keys: Sequence[BlockKey], until: float, *, pinned: bool = False) -> None:
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Lease all blocks of a chain, from its first one on: they are evicted after all blocks without a lease.
 
         Leases are set in the background, are not longer than ``lease_seconds``, and end by themselves. They hold for
@@ -239,12 +240,12 @@ class KVStore(ABC):
         it. Blocks that are saved later are leased by ``BlockTransfer.retain_until``.
 
         Args:
-            keys: The chain; the keys of missing blocks are ignored.
+            depths: As for ``renew``.
             until: When the lease ends, in seconds since the epoch.
             pinned: Do not evict the blocks at all until then, where a tier can do this. Pinned blocks beyond half of
                 the capacity are only retained.
         """
-        del keys, until, pinned
+        del depths, until, pinned
 
     def throttle(self, *, active: bool) -> None:
         """Hint that background work should stay off the processors while the caller computes.

@@ -138,7 +138,7 @@ class _Waiting(NamedTuple):
     """A block that waits to be written behind."""
 
     key: BlockKey
-    depth: int  #: how many blocks its chain has before it
+    depth: int  #: see ``BlockTransfer``
     retain_until: float = 0.0
     tries: int = 0
 

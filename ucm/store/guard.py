@@ -231,7 +231,7 @@ class Guard:
             key: The block's key.
             pieces: Its header and layer slices.
             nbytes: The bytes of its layer slices.
-            depth: How many blocks its chain has before it.
+            depth: See ``BlockTransfer``.
             retain_until: See ``BlockTransfer``.
         """
         self._check_rest()
@@ -244,9 +244,9 @@ class Guard:
 
     def used(self, key: BlockKey, depth: int, retain_until: float, *, is_new: bool = False) -> None:
         """Renew a saved block's time of last use, and retain it if it is to be retained."""
-        self.tier.renew([key], depth, is_new=is_new)
+        self.tier.renew({key: depth}, is_new=is_new)
         if retain_until:
-            self.tier.retain([key], retain_until, depth)
+            self.tier.retain({key: depth}, retain_until)
 
     def stats(self) -> TierStats:
         """Return a snapshot of the tier's counters, with its state."""

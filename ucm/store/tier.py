@@ -299,34 +299,32 @@ class Tier(ABC):
         A damaged block is quarantined before its error is returned.
         """
 
-    def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
-        """Renew the times of last use of blocks that follow each other in a chain, as far as they exist.
+    def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
+        """Renew the times of last use of a chain's blocks, as far as they exist.
 
         Called for every use of a chain, so a tier should do this in the background and not more often than necessary.
         See ``used_until``. A tier that never evicts can do nothing.
 
         Args:
-            keys: The blocks, in order.
-            first: How many blocks the chain has before them.
+            depths: The blocks, each with its depth as in ``BlockTransfer``.
             is_new: They were just written, which is a use, too, whatever was renewed before.
         """
-        del keys, first, is_new
+        del depths, is_new
 
-    def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
-        """Retain blocks that follow each other in a chain, as far as they exist: evict them after all that are not.
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
+        """Retain a chain's blocks, as far as they exist: evict them after all that are not.
 
         A lease is at most ``StoreConfig.lease_seconds`` long, ends by itself, and is never shortened by a use. A tier
         whose blocks others evict, such as a server, does nothing; so does one that never evicts.
 
         Args:
-            keys: The blocks, in order.
+            depths: The blocks, each with its depth as in ``BlockTransfer``.
             until: When the lease ends, in seconds since the epoch.
-            first: How many blocks the chain has before them.
             pinned: Do not evict them at all until then. A tier need not be able to.
         """
-        del keys, until, first, pinned
+        del depths, until, pinned
 
-    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> Leased:
+    def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
         """Lease blocks for a tool, as ``retain`` does, but at once; called only if it ``leases``."""
         raise NotImplementedError
 
@@ -460,7 +458,7 @@ class ValueTier(Tier):
         return refusal
 
 
-#: Nanoseconds between the times of last use of a block and of the next one in its chain, if used in the same span.
+#: Nanoseconds between the times of last use of blocks that are used in the same span, and end a token apart.
 _APART = 1_000
 
 
@@ -476,7 +474,7 @@ def used_until(now: float, touch_seconds: float, depth: int) -> int:
     Args:
         now: The time, in seconds since the epoch.
         touch_seconds: See ``StoreConfig``.
-        depth: How many blocks the chain has before this one.
+        depth: See ``BlockTransfer``.
 
     Returns:
         Nanoseconds since the epoch.

@@ -167,17 +167,17 @@ class TieredStore(KVStore):
         )
         return task
 
-    def renew(self, keys: Sequence[BlockKey]) -> None:
+    def renew(self, depths: Mapping[BlockKey, int]) -> None:
         """Let every tier renew the times of last use."""
         self._check_open()
         for tier in self._tiers:
-            tier.renew(keys)
+            tier.renew(depths)
 
-    def retain(self, keys: Sequence[BlockKey], until: float, *, pinned: bool = False) -> None:
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Let every tier lease the blocks that it has."""
         self._check_open()
         for tier in self._tiers:
-            tier.retain(keys, until, pinned=pinned)
+            tier.retain(depths, until, pinned=pinned)
 
     def throttle(self, *, active: bool) -> None:
         """Delay saves and promotions, as long as few bytes are queued and no caller waits for them."""
@@ -279,7 +279,7 @@ class TieredStore(KVStore):
                 task.succeeded(block.key, guard.name, nbytes)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
-                        lower.renew([block.key], block.depth)
+                        lower.renew({block.key: block.depth})
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
             left += [(block, failure) for block in untold]

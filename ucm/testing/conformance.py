@@ -16,7 +16,7 @@ import pytest
 from ucm.clock import SYSTEM
 from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError, BlockTransfer
 from ucm.store.factory import open_store
-from ucm.testing.blocks import EVEN, Memory, content, fetch, filled, key, pick, save
+from ucm.testing.blocks import EVEN, Memory, content, fetch, filled, in_order, key, pick, save
 from ucm.testing.conformance_saving import KEYS, NAMESPACE, SavingConformance
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class StoreConformance(SavingConformance):
         """Whether they are evicted later is the medium's business; nothing else changes, also for missing ones."""
         save(store, KEYS[:4], geometry)
         until = SYSTEM.time() + 600.0
-        store.retain(KEYS, until)
-        store.retain(KEYS[:2], until + 60.0, pinned=True)
-        store.retain([], until)
-        store.renew(KEYS)
+        store.retain(in_order(KEYS), until)
+        store.retain(in_order(KEYS[:2]), until + 60.0, pinned=True)
+        store.retain(in_order([]), until)
+        store.renew(in_order(KEYS))
         memory = filled(KEYS[4:5], geometry)[0]
         blocks = [BlockTransfer(memory.key, memory.slices, depth=4, retain_until=until)]
         assert store.wait(store.save(blocks)).failed == {}

@@ -15,7 +15,7 @@ from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix.scan import scan
 from ucm.store.tier import used_until
-from ucm.testing.blocks import Memory, content, key
+from ucm.testing.blocks import Memory, content, in_order, key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ def test_a_prefix_that_another_cache_serves_stays(patient: StoreConfig, clock: S
         for prompt in range(60):
             clock.advance(7.0)
             began = clock.time()
-            store.renew(chain(prompt, COMMON))
+            store.renew(in_order(chain(prompt, COMMON)))
             save(store, chain(prompt, COMMON + 4), COMMON)
             used.append((int(began // TOUCH), int(clock.time() // TOUCH)))
     shrink(patient, 200)
@@ -118,13 +118,13 @@ def test_no_chain_ever_has_a_gap(patient: StoreConfig, clock: SimulatedClock, se
             store, keys = chance.choice(engines), chance.choice(prompts)
             keys = keys[: chance.randrange(1, len(keys) + 1)]
             span, there = clock.time() // TOUCH, store.lookup_on_prefix(keys)
-            store.renew(keys)
+            store.renew(in_order(keys))
             if chance.random() < 0.5:
                 load(store, keys[:there], chance.randrange(there + 1))
             clock.advance(chance.choice((0.0, 0.0, TOUCH)))  # it is computed
             save(store, keys, there)
             if clock.time() // TOUCH != span:  # as the connector does; real time, which files take, counts as well
-                store.renew(keys)
+                store.renew(in_order(keys))
             clock.advance(2.0)  # the evictors' threads renew what was used
             if chance.random() < 0.3:
                 clock.advance(TOUCH)  # what an engine renewed in a span is not evicted in it
@@ -150,7 +150,7 @@ def test_a_chain_is_renewed_once_per_span(
         monkeypatch.setattr("ucm.store.posix.space.touch", touch)
         counts = []
         for seconds in (3.0, 3.0, TOUCH, 3.0, 3.0):
-            store.renew(keys)
+            store.renew(in_order(keys))
             clock.advance(seconds)
             counts.append(len(touched))
     assert counts == [COMMON, COMMON, COMMON, 2 * COMMON, 2 * COMMON]

@@ -35,7 +35,7 @@ from ucm.store.memory.segment import LOCK_FILE, Segment, delete_blocks, director
 from ucm.store.posix.layout import PRIVATE, Layout, owner_name
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.tier import TierOptions, TierPlace
-from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, key, save
+from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, in_order, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +128,7 @@ def test_a_wrong_clock_makes_no_segment_immortal(config: StoreConfig, clock: Sim
             segment = Segment.open(str(path))
             segment.use(far, clock.time(), LeaseRules(1 << 62))
             segment.close()
-        store.renew(KEYS[:1])
+        store.renew(in_order(KEYS[:1]))
         save(store, KEYS[4:23], EVEN)
         assert there(store, KEYS[:23]) == [KEYS[0], *KEYS[4:23]]
 

@@ -21,7 +21,7 @@ from ucm.store.posix import space as posix_space
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.tier import PosixTier, _Question
 from ucm.store.tier import RecentKeys, TierOptions, TierPlace, ValueTier
-from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
+from ucm.testing.blocks import EVEN, content, fetch, filled, in_order, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -577,6 +577,6 @@ def test_times_of_use_are_not_renewed_by_whoever_closes(
     two = TwoRoots(config, tmp_path, monkeypatch, clock)
     clock.run_until_idle()
     assert not two.directory.held.is_set(), "its evictor waits for the next check"
-    two.tier.renew(two.lost[:1], is_new=True)
+    two.tier.renew(in_order(two.lost[:1]), is_new=True)
     two.tier.close()
     assert two.directory.held.is_set()

@@ -26,7 +26,7 @@ from ucm.store.posix.paths import touch, unlink_unused
 from ucm.store.posix.scan import evict, scan
 from ucm.store.posix.tier import Directory
 from ucm.store.tier import kept_until, used_until
-from ucm.testing.blocks import Memory, content, key
+from ucm.testing.blocks import Memory, content, in_order, key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def test_a_leased_chain_outlives_others_and_then_goes_from_its_end(
     keys = chain(0, 30)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
-        store.retain(keys, clock.time() + 1800.0, pinned=pinned)
+        store.retain(in_order(keys), clock.time() + 1800.0, pinned=pinned)
         settle(clock)
         flood(clock, store, 1, 300)
         assert all(found(store, keys))
@@ -107,10 +107,10 @@ def test_retained_blocks_go_when_nothing_else_is_left_and_pinned_ones_do_not(
     soft, hard = chain(0, 80), [key(7000 + place) for place in range(40)]
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, hard)
-        store.retain(hard, clock.time() + 1800.0, pinned=True)
+        store.retain(in_order(hard), clock.time() + 1800.0, pinned=True)
         settle(clock)
         save(store, soft[:50])
-        store.retain(soft, clock.time() + 3600.0)  # for longer than the pins
+        store.retain(in_order(soft), clock.time() + 3600.0)  # for longer than the pins
         settle(clock)
         flood(clock, store, 1, 60)
         assert all(found(store, hard))
@@ -126,7 +126,7 @@ def test_pins_beyond_half_of_the_capacity_are_only_retained(patient: StoreConfig
         for keys, seconds in ((early, 900.0), (late, 1800.0)):
             save(store, keys)
             settle(clock)
-            store.retain(keys, clock.time() + seconds, pinned=True)
+            store.retain(in_order(keys), clock.time() + seconds, pinned=True)
             settle(clock)
         root = patient.directories[0]
         evict(root, scan(root), 1e12, lambda _: None, LeaseRules.of(patient), 50 * FILE, clock=clock)
@@ -145,7 +145,7 @@ def test_the_limit_of_pins_holds_where_many_end_at_once(
             save(store, [one])
         settle(clock)
         for one in keys:
-            store.retain([one], clock.time() + 1e9, pinned=True)
+            store.retain(in_order([one]), clock.time() + 1e9, pinned=True)
         settle(clock)
         assert len(set(stamps(patient, keys))) == 1
         rules, root = LeaseRules.of(patient), patient.directories[0]
@@ -162,23 +162,23 @@ def test_a_use_never_shortens_a_lease(patient: StoreConfig, clock: SimulatedCloc
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
         until = clock.time() + 1800.0
-        store.retain(keys, until, pinned=pinned)
+        store.retain(in_order(keys), until, pinned=pinned)
         settle(clock)
         expected = [kept_until(until, depth) + 500 * pinned for depth in range(5)]
         assert stamps(patient, keys) == expected
-        store.renew(keys)
+        store.renew(in_order(keys))
         memories = [Memory(one, SMALL) for one in keys]
         store.wait(store.load([BlockTransfer(m.key, m.slices, depth=d) for d, m in enumerate(memories)]))
-        store.retain(keys, until - 600.0)
+        store.retain(in_order(keys), until - 600.0)
         settle(clock)
         assert stamps(patient, keys) == expected
         # Two leases join: the later end, pinned if one is.
-        store.retain(keys, until + 600.0)
+        store.retain(in_order(keys), until + 600.0)
         settle(clock)
         assert stamps(patient, keys) == [kept_until(until + 600.0, depth) + 500 * pinned for depth in range(5)]
         # After its end a block is like any other.
         clock.advance(2400.0 + TOUCH)
-        store.renew(keys)
+        store.renew(in_order(keys))
         settle(clock)
         now = clock.time()
         assert stamps(patient, keys)[0] in {used_until(now, TOUCH, 0), used_until(now - 6.0, TOUCH, 0)}
@@ -193,7 +193,7 @@ def test_a_lease_is_bounded_and_a_wrong_clock_makes_no_block_immortal(
         save(store, keys)
         clock.advance(TOUCH - clock.time() % TOUCH)
         span_ends = (clock.time() // TOUCH + 1) * TOUCH
-        store.retain(keys, clock.time() + 1e9, pinned=True)
+        store.retain(in_order(keys), clock.time() + 1e9, pinned=True)
         settle(clock)
         assert stamps(patient, keys)[0] == pinned_until(kept_until(span_ends + 600.0, 0))
         wrong = int((clock.time() + 10 * 365 * 86400) * 1e9) // 1000 * 1000 + 500
@@ -202,9 +202,9 @@ def test_a_lease_is_bounded_and_a_wrong_clock_makes_no_block_immortal(
         assert evict(layout.root, scan(layout.root), 1, lambda _: None, rules, 1e9, clock=clock) == (1, FILE)
         assert found(store, keys) == [True, True, False]
         os.utime(layout.block(keys[1]), ns=(wrong, wrong))
-        store.renew(keys)
+        store.renew(in_order(keys))
         clock.advance(TOUCH)
-        store.renew(keys)
+        store.renew(in_order(keys))
         settle(clock)
         assert stamps(patient, keys[1:2])[0] < wrong, "a use corrects it"
 
@@ -218,9 +218,9 @@ def test_a_lease_is_set_at_once(patient: StoreConfig, clock: SimulatedClock) -> 
     ):
         save(evicts, keys)
         settle(clock)
-        store.renew(keys)
+        store.renew(in_order(keys))
         settle(clock)
-        store.retain(keys, until)
+        store.retain(in_order(keys), until)
         clock.advance(0.05)
         assert stamps(patient, keys)[0] == kept_until(until, 0)
 
@@ -233,7 +233,7 @@ def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: Simula
         assert not store.wait(store.save([BlockTransfer(one, memory.slices, retain_until=until)])).failed
         settle(clock)
         before = stamps(patient, [one])
-        store.retain([one], until, pinned=True)
+        store.retain(in_order([one]), until, pinned=True)
         settle(clock)
         assert stamps(patient, [one]) == before
 
@@ -243,7 +243,7 @@ def test_the_longest_lease_is_one_that_files_can_have(patient: StoreConfig, cloc
     assert longest is not None
     with open_store(replace(patient, lease_seconds=longest), NAMESPACE, SMALL, clock=clock) as store:
         save(store, [one])
-        store.retain([one], float("inf"), pinned=True)
+        store.retain(in_order([one]), float("inf"), pinned=True)
         settle(clock)
         assert stamps(patient, [one])[0] > (clock.time() + longest) * 1e9
 
@@ -265,7 +265,7 @@ def test_no_leases_if_the_longest_is_0(patient: StoreConfig, clock: SimulatedClo
         save(store, keys)
         settle(clock)
         before = stamps(patient, keys)
-        store.retain(keys, clock.time() + 600.0, pinned=True)
+        store.retain(in_order(keys), clock.time() + 600.0, pinned=True)
         settle(clock)
         assert stamps(patient, keys) == before
 
@@ -284,7 +284,7 @@ def test_blocks_are_saved_with_their_lease_in_every_tier(
         settle(clock)
         assert stamps(patient, keys) == [kept_until(until, depth) for depth in range(3)]
         clock.advance(3.0)
-        store.renew(keys)
+        store.renew(in_order(keys))
         settle(clock)
     in_memory = [int.from_bytes(segment.read_bytes()[48:56], "little") for segment in Path(memory).rglob("segments/*")]
     assert max(in_memory) == kept_until(until, 0)
@@ -295,7 +295,7 @@ def test_a_damaged_block_has_no_lease(patient: StoreConfig, clock: SimulatedCloc
     layout = Layout(patient.directories[0], NAMESPACE)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
-        store.retain(keys, clock.time() + 600.0, pinned=True)
+        store.retain(in_order(keys), clock.time() + 600.0, pinned=True)
         settle(clock)
     assert quarantine(layout, keys[0], BlockCorruptError("x"), 16)
     clock.advance(TOUCH - clock.time() % TOUCH)

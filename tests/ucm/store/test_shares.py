@@ -26,6 +26,7 @@ from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.scan import evict, scan
 from ucm.store.shares import OTHERS, Shares, Turns
+from ucm.testing.blocks import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,7 @@ def flood(clock: SimulatedClock, store: KVStore, salts: Sequence[str], first: in
         for place in range(10):
             clock.run_until(lambda keys=keys, place=place: wrote(store, keys, place))  # type: ignore[misc]
         if retain:
-            store.retain(keys, clock.time() + retain)
+            store.retain(in_order(keys), clock.time() + retain)
         used = store.stats()["posix"].used_bytes
         assert used is not None
         assert used <= 100 * UNIT
@@ -183,7 +184,7 @@ def test_pins_stay_count_for_their_salt_and_the_capacity_holds(shared: StoreConf
     pinned, steady = keys_of("a", 48), keys_of("b", 40)
     with open_store(shared, NAMESPACE, SMALL, clock=clock) as store:
         save(store, pinned)
-        store.retain(pinned, clock.time() + 3600.0, pinned=True)
+        store.retain(in_order(pinned), clock.time() + 3600.0, pinned=True)
         settle(clock)
         save(store, steady)
         settle(clock)
@@ -200,7 +201,7 @@ def test_what_nobody_uses_any_more_goes_first(shared: StoreConfig, clock: Simula
         save(store, [*gone])
         save(store, steady)
         clock.advance(1800.0 + 2 * TOUCH)
-        store.renew(steady)
+        store.renew(in_order(steady))
         settle(clock)
         flood(clock, store, ["flood"] * 20)
         assert all(found(store, steady))

@@ -31,7 +31,7 @@ from ucm.store.posix.paths import (
 from ucm.store.tier import Leased, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.format import HeaderCodec
@@ -42,7 +42,7 @@ _SHARE, _MOST_NBYTES = 64, 1 << 30
 #: A directory's time of change may stand still for so long, in nanoseconds.
 _TICK = 50_000_000
 #: How deep in its chain a written block is taken to be for a moment, until `DramTier.renew` tells its depth.
-_UNTOLD_DEPTH = 1_000_000
+_UNTOLD_DEPTH = 10_000_000
 #: Others may still be copying from a segment that was deleted, but for no longer than this, in seconds.
 _COPYING_SECONDS = 30.0
 #: The time between attempts to lock the directory, in seconds.
@@ -150,29 +150,29 @@ class DramTier(Tier):
                 self._index[key] = filling.segment, number
             filling.done()
 
-    def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
+    def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew the times of last use of the blocks' segments."""
         del is_new
         now = self.clock.time()
-        for depth, key in enumerate(keys, first):
+        for key, depth in depths.items():
             place = self._place(key)
             if place is not None:
                 place[0].use(used_until(now, self._touch_seconds, depth), now, self._leases)
 
-    def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Retain the blocks' segments; memory has no pins, because a segment would pin many blocks with one."""
         del pinned
         now = self.clock.time()
         until = lease_end(until, now, self._config)
-        for depth, key in enumerate(keys if until else (), first):
+        for key, depth in depths.items() if until else ():
             place = self._place(key)
             if place is not None:
                 place[0].use(kept_until(until, depth), now, self._leases)
 
-    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> Leased:
+    def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
         """Retain the blocks' segments; none is pinned."""
-        there = self.contains(keys, self.clock.monotonic()).count(True)
-        self.retain(keys, until)
+        there = self.contains(list(depths), self.clock.monotonic()).count(True)
+        self.retain(depths, until)
         return Leased(there, 0 if pinned else there)
 
     def drop(self, keys: Sequence[BlockKey]) -> int:

@@ -50,7 +50,7 @@ from ucm.store.tier import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeVar
 
     from ucm.clock import Clock
@@ -492,12 +492,12 @@ class PosixTier(Tier):
             return True
         return False
 
-    def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
+    def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew times of last use in the background."""
         self._start_evictors()
         now = self.clock.time()
         done = self._renewed_until(used_until(now, self._touch_seconds, 0))
-        for depth, key in enumerate(keys, first):
+        for key, depth in depths.items():
             directory = self._directory(key)
             if directory.layout.is_private:  # its blocks are of running requests, and never evicted
                 break
@@ -506,24 +506,24 @@ class PosixTier(Tier):
                 until = used_until(now, self._touch_seconds, depth)
                 directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
 
-    def retain(self, keys: Sequence[BlockKey], until: float, first: int = 0, *, pinned: bool = False) -> None:
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Set times of last use in the background; see ``ucm.store.posix.leases``."""
         self._start_evictors()
         until = lease_end(until, self.clock.time(), self._config)
-        for depth, key in enumerate(keys if until else (), first):
+        for key, depth in depths.items() if until else ():
             directory = self._directory(key)
             if directory.layout.is_private:
                 break
             stamp = kept_until(until, depth)
             directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
 
-    def lease(self, keys: Sequence[BlockKey], until: float, *, pinned: bool) -> Leased:
+    def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
         """Set times of last use in every directory; a file system with whole seconds drops the mark of a pin."""
         now = int(self.clock.time() * 1e9)
         leased, stored, refused = 0, 0, list[OSError]()
         for directory in self._directories:
             rules = directory.leases
-            for depth, key in enumerate(keys):
+            for key, depth in depths.items():
                 stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
                 path = directory.layout.block(key)
                 try:

@@ -28,7 +28,7 @@ from ucm.integration.vllm.connector.failures import UnknownLayoutError, Unsuppor
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -116,6 +116,10 @@ class CacheGroup:
         # A state is read like the last token of a window.
         reach = 1 if self.window is None else num_tokens % self.window if self.is_local else self.window - 1
         return max(0, num_tokens - reach) // self.block_size
+
+    def depths(self, chunks: Iterable[int]) -> list[int]:
+        """Return how many tokens a prompt has up to the end of each chunk."""
+        return [(chunk + 1) * self.chunk_tokens for chunk in chunks]
 
     def is_reached(self, chunk: int, step: int) -> bool:
         """Return whether a prefix of a multiple of ``step`` tokens needs a chunk: if any does, then the shortest."""

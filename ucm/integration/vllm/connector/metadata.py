@@ -25,13 +25,13 @@ class BlockMoves:
         keys: Each chunk's key in the store.
         block_ids: The ids of the chunks' blocks in the KV cache, in the order of ``keys``; ``NO_BLOCK`` for blocks that
             are not moved.
+        depths: Each chunk's depth, see ``BlockTransfer``.
         chunk_blocks: The number of blocks of each chunk.
         places: The offset of each staged chunk in the slab; empty if the ranks read the store.
         shares: The offset of each rank's part from there, in rank order.
         tiers: The tier that each chunk was read from.
         step: For a save, the last step that computes tokens of the blocks.
         adapter: The number (``lora_int_id``) of the request's LoRA adapter; 0 for none.
-        depth: How many chunks the request has before the first of these; others may be left out between them.
         retain_until: Of a save, until when to retain the chunks, in seconds since the epoch; 0: not at all.
     """
 
@@ -39,12 +39,12 @@ class BlockMoves:
     group: int
     keys: list[BlockKey]
     block_ids: list[int]
+    depths: list[int]
     places: list[int] = field(default_factory=list)
     shares: tuple[int, ...] = ()
     tiers: list[str] = field(default_factory=list)
     step: int = 0
     adapter: int = 0
-    depth: int = 0
     chunk_blocks: int = 1
     retain_until: float = 0.0
 

@@ -810,9 +810,9 @@ class PrefixCacheScheduler:
                     group.index,
                     keys,
                     group.to_load(load.block_ids[group.index], load.start, load.end),
+                    group.depths(chunks),
                     chunk_blocks=group.chunk_blocks,
                     adapter=adapter_number(state.request),
-                    depth=chunks.start,
                 )
                 if lookup is not None and not self.stager.promises_names:
                     rows = [lookup.rows[group.index].pop(place) for place in chunks]
@@ -849,10 +849,10 @@ class PrefixCacheScheduler:
                     group.index,
                     [],
                     [],
+                    [],
                     chunk_blocks=group.chunk_blocks,
                     step=state.ran,
                     adapter=adapter_number(request),
-                    depth=first,
                     retain_until=self._until(state),
                 )
                 keys = self._keys(request, group, first, last)
@@ -862,6 +862,7 @@ class PrefixCacheScheduler:
                     if group.is_reached(chunk, self._alignment) and (group.index, key) not in saving:
                         saving.add((group.index, key))
                         found.keys.append(key)
+                        found.depths += group.depths([chunk])
                         found.block_ids += group.blocks_of(block_ids, chunk)
                 if found.keys:
                     moves.append(found)
@@ -892,8 +893,8 @@ class PrefixCacheScheduler:
             return moves
         request, num_tokens = state.request, self._to_store(state, num_tokens)
         for block_id, (index, tokens) in state.states.items():
-            depth = tokens // self._stored[index].block_size - 1
-            keys = self._keys(request, self._stored[index], depth, depth + 1) if tokens <= num_tokens else []
+            block = tokens // self._stored[index].block_size - 1
+            keys = self._keys(request, self._stored[index], block, block + 1) if tokens <= num_tokens else []
             if not keys or (index, keys[0]) in saving:
                 continue
             saving.add((index, keys[0]))
@@ -904,9 +905,9 @@ class PrefixCacheScheduler:
                     index,
                     keys,
                     [block_id],
+                    [tokens],
                     step=state.ran,
                     adapter=adapter_number(request),
-                    depth=depth,
                     retain_until=self._until(state),
                 )
             )

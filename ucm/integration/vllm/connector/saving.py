@@ -134,7 +134,7 @@ class SaveTask(Task):
     Args:
         keys: The blocks that have a row.
         rows: Their rows; none any more once they were handed to the store, or dropped.
-        depth: How many blocks their chain has before the first of them.
+        depths: Their depths, see ``BlockTransfer``.
         retain_until: See ``BlockTransfer``.
         failed: The blocks for which there was no row.
         clock: Time and threads.
@@ -144,7 +144,7 @@ class SaveTask(Task):
         self,
         keys: Sequence[BlockKey],
         rows: Sequence[Buffer],
-        depth: int,
+        depths: Sequence[int],
         retain_until: float,
         failed: dict[BlockKey, StoreError],
         *,
@@ -152,7 +152,7 @@ class SaveTask(Task):
     ) -> None:
         self.keys = keys
         self.rows = rows
-        self.depth = depth
+        self.depths = depths
         self.retain_until = retain_until
         self.checking = clock.lock()  #: held by the one thread that asks the store, which may not answer
         self.copied = clock.event()  #: set while nothing reads the KV cache
@@ -194,13 +194,13 @@ class Saver:
         """Bytes that were saved and are not written yet."""
         return self._room.taken_bytes
 
-    def begin(self, keys: Sequence[BlockKey], depth: int = 0, retain_until: float = 0.0) -> SaveTask:
+    def begin(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         """Begin a save; the last blocks fail if there are not enough rows. Who keeps a row keeps its memory."""
         rows = self._room.take(len(keys), self._offsets[-1])
         failed: dict[BlockKey, StoreError] = {}
         if len(rows) < len(keys):
             failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self._limit))
-        task = SaveTask(keys[: len(rows)], rows, depth, retain_until, failed, clock=self._clock)
+        task = SaveTask(keys[: len(rows)], rows, depths, retain_until, failed, clock=self._clock)
         if rows:
             self._watch(task)
         return task
@@ -213,7 +213,7 @@ class Saver:
             some = rows[first : first + at_once]
             transfers = [
                 BlockTransfer(
-                    task.keys[number], self._slices(row), depth=task.depth + number, retain_until=task.retain_until
+                    task.keys[number], self._slices(row), depth=task.depths[number], retain_until=task.retain_until
                 )
                 for number, row in enumerate(some, first)
             ]

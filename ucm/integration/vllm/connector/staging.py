@@ -120,6 +120,7 @@ class Stager:
     ) -> None:
         self._clock = clock
         self._groups, self._alignment = groups, groups.alignment
+        self._chunk_tokens = {group.index: group.chunk_tokens for group in groups.groups}
         self._slab = slab
         self.seconds = seconds
         self._rest_seconds = rest_seconds
@@ -568,10 +569,12 @@ class Stager:
         for _, place, row in chunk:
             by_group.setdefault(row.name[0], []).append((place, row))
         for group, rows in by_group.items():
+            tokens = self._chunk_tokens[group]
             parts = zip(self._stores[group], self._sizes[group], self.shares[group], strict=True)
             for store, sizes, share in parts:
                 transfers = [
-                    BlockTransfer(row.name[1], slab.memory(row, share, sizes), depth=place) for place, row in rows
+                    BlockTransfer(row.name[1], slab.memory(row, share, sizes), depth=(place + 1) * tokens)
+                    for place, row in rows
                 ]
                 tasks.append((store, store.load(transfers)))
 
@@ -618,11 +621,14 @@ class Stager:
                 self._used_keys -= len(use.keys)
             missing: int | None = use.expected.start
             try:
-                keys = [use.keys[place] for place in self._reached(use.group, use.keys, 0)]
+                reached = self._reached(use.group, use.keys, 0)
+                depths = {
+                    use.keys[place]: depth for place, depth in zip(reached, use.group.depths(reached), strict=True)
+                }
                 for store in self._stores[use.group.index]:
-                    store.renew(keys)
+                    store.renew(depths)
                     if use.retain_until:
-                        store.retain(keys, use.retain_until)
+                        store.retain(depths, use.retain_until)
                 missing = self._first_missing(use)
             except Exception:  # noqa: BLE001 - blocks that cannot be looked up count as missing
                 get_logger(__name__).exception("[UCM.Save] a lookup failed unexpectedly")

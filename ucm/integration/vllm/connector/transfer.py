@@ -70,13 +70,13 @@ class GroupTransfer(ABC):
         block_ids: Sequence[int],
         layers: range,
         staged: Staged | None,
-        depth: int = 0,
+        depths: Sequence[int],
     ) -> Task:
         """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
 
-    def save(self, keys: Sequence[BlockKey], depth: int = 0, retain_until: float = 0.0) -> SaveTask:
+    def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         """Begin a save of chunks; ``copy`` fills it layer by layer, and ``confirm`` or ``drop`` ends it."""
-        return self.saver.begin(keys, depth, retain_until)
+        return self.saver.begin(keys, depths, retain_until)
 
     @abstractmethod
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
@@ -144,11 +144,11 @@ class HostTransfer(GroupTransfer):
         block_ids: Sequence[int],
         layers: range,
         staged: Staged | None,
-        depth: int = 0,
+        depths: Sequence[int],
     ) -> Task:
         """Load some layers of chunks into the KV cache."""
         return start_load(
-            self.store, self._slab, self._blocks(keys, block_ids, layers, depth), staged, self._memory.geometry
+            self.store, self._slab, self._blocks(keys, block_ids, layers, depths), staged, self._memory.geometry
         )
 
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
@@ -191,13 +191,13 @@ class HostTransfer(GroupTransfer):
         self.store.close()
 
     def _blocks(
-        self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depths: Sequence[int]
     ) -> list[BlockTransfer]:
         memory = self._memory
         first_slice = memory.slice_count(layers.start)
         return [
             BlockTransfer(
-                key, memory.buffers(memory.group.blocks_of(block_ids, place), layers), first_slice, depth + place
+                key, memory.buffers(memory.group.blocks_of(block_ids, place), layers), first_slice, depths[place]
             )
             for place, key in enumerate(keys)
         ]
@@ -336,11 +336,11 @@ class StagedTransfer(GroupTransfer):
         block_ids: Sequence[int],
         layers: range,
         staged: Staged | None,
-        depth: int = 0,
+        depths: Sequence[int],
     ) -> Task:
         """Load some layers of blocks onto the device."""
         task = StagedTask(keys, clock=self._clock)
-        self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged, depth), task.end)
+        self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged, depths), task.end)
         return task
 
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
@@ -391,7 +391,7 @@ class StagedTransfer(GroupTransfer):
         block_ids: Sequence[int],
         layers: range,
         staged: Staged | None,
-        depth: int,
+        depths: Sequence[int],
     ) -> None:
         lane, geometry = self._loader, self._memory.geometry
         reading: list[tuple[list[Any], Sequence[BlockKey], Sequence[int], Task]] = []
@@ -402,7 +402,7 @@ class StagedTransfer(GroupTransfer):
                 staging = lane.staging[number % len(lane.staging)]
                 first = number * self._portion
                 arrays = [self._memory.chunks(staging[layer]) for layer in layers]
-                transfers = _transfers(some_keys, arrays, layers, depth + first)
+                transfers = _transfers(some_keys, arrays, layers, depths[first : first + len(some_keys)])
                 part = _part(staged, first, len(some_keys))
                 started = start_load(self._store, self._slab, transfers, part, geometry)
                 reading.append((staging, some_keys, some_ids, started))
@@ -503,9 +503,11 @@ def _part(staged: Staged | None, first: int, count: int) -> Staged | None:
     return Staged(staged.places[first : first + count], staged.tiers[first : first + count])
 
 
-def _transfers(keys: Sequence[BlockKey], arrays: list[Any], layers: range, depth: int) -> list[BlockTransfer]:
+def _transfers(
+    keys: Sequence[BlockKey], arrays: list[Any], layers: range, depths: Sequence[int]
+) -> list[BlockTransfer]:
     return [
-        BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depth + row)
+        BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depths[row])
         for row, key in enumerate(keys)
     ]
 

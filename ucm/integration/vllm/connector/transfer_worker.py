@@ -217,7 +217,7 @@ class TransferWorker:
         if moves.places:
             share = moves.shares[self._places[moves.group]]
             staged = Staged([place + share for place in moves.places], moves.tiers)
-        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged, moves.depth)
+        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged, moves.depths)
 
     def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
@@ -332,7 +332,7 @@ class TransferWorker:
     def begin_save(self, moves: BlockMoves) -> SaveUnderWay:
         """Begin to save blocks, whose layers are then copied."""
         transfer = self.groups[moves.group]
-        task = transfer.save(moves.keys, moves.depth, moves.retain_until)
+        task = transfer.save(moves.keys, moves.depths, moves.retain_until)
         save = SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), moves.request_id)
         self._under_way.append(save)
         return save

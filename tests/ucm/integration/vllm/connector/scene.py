@@ -38,6 +38,7 @@ class KeyStore(KVStore):
         self.read: list[bytes] = []
         self.renewed: list[list[bytes]] = []
         self.retained: list[tuple[list[bytes], float]] = []
+        self.depths: list[int] = []  # of the last call
         #: While it is not set, no call to the medium returns.
         self.answers = clock.event()
         self.answers.set()
@@ -52,12 +53,13 @@ class KeyStore(KVStore):
         self.lookups += 1
         return next((place for place, key in enumerate(keys) if key not in self.keys), len(keys))
 
-    def renew(self, keys: Sequence[BlockKey]) -> None:
-        self.renewed.append(list(keys))
+    def renew(self, depths: Mapping[BlockKey, int]) -> None:
+        self.renewed.append(list(depths))
+        self.depths = list(depths.values())
 
-    def retain(self, keys: Sequence[BlockKey], until: float, *, pinned: bool = False) -> None:
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         assert not pinned
-        self.retained.append((list(keys), until))
+        self.retained.append((list(depths), until))
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         task = TransferTask(len(blocks), clock=self._clock)

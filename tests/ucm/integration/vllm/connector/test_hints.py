@@ -88,7 +88,7 @@ def test_found_and_saved_blocks_are_retained_until_one_time_per_span(clock: Simu
     new = request(TOKENS, kv_transfer_params={"ucm_retain_seconds": 300})
     scene.admit(new, computed=8, had=[70, 71])
     plan = scene.run(new, 8, scene.rows)
-    assert [(one.depth, one.retain_until) for one in plan.saves] == [(2, until)]
+    assert [(one.depths, one.retain_until) for one in plan.saves] == [([12, 16], until)]
     clock.run_until_idle()
     assert scene.store.retained == [(chain[:2], until)]
     clock.advance(TOUCH)  # an answer that takes long: the time counts from its end

@@ -113,7 +113,7 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
     Returns:
         The task, and a reference to the memory of its rows.
     """
-    task = saver.begin(KEYS[:1])
+    task = saver.begin(KEYS[:1], [0])
     memory: weakref.ref[object] = weakref.ref(task.rows[0].obj)
     saver.confirm(task)
     return task, memory
@@ -166,14 +166,14 @@ def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(
 
 
 def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: Saver) -> None:
-    task = saver.begin(KEYS[:2])
+    task = saver.begin(KEYS[:2], [0, 1])
     assert not saver.check(task), "it waits for the confirmation"
     assert saver.waiting_bytes == 2 * GEOMETRY.nbytes
     saver.drop(task)
     assert saver.check(task)
     result = saver.wait(task)
     assert (result.done, result.failed, saver.waiting_bytes) == ({}, {}, 0)
-    failing = saver.begin(KEYS[:2])
+    failing = saver.begin(KEYS[:2], [0, 1])
     saver.drop(failing, StoreError("the device failed"))
     saver.confirm(failing)
     assert set(saver.wait(failing).failed) == set(KEYS[:2])
@@ -182,7 +182,7 @@ def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: S
 
 def test_blocks_beyond_the_limit_fail_and_say_so(saver: Saver, clock: SimulatedClock) -> None:
     narrow = Saver(saver._store, GEOMETRY.slice_sizes, 2 * GEOMETRY.nbytes, clock=clock)
-    task = narrow.begin(KEYS[:3], depth=7)
+    task = narrow.begin(KEYS[:3], [16, 32, 48])
     narrow.confirm(task)
     result = narrow.wait(task)
     assert (set(result.done), set(result.failed)) == (set(KEYS[:2]), set(KEYS[2:3]))

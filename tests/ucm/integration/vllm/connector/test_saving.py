@@ -162,6 +162,7 @@ def test_what_the_engine_had_and_what_it_loads_is_renewed_as_a_whole(clock: Simu
     scene.admit(request(TOKENS), computed=8, had=[70, 71])
     clock.run_until_idle()
     assert scene.store.renewed == [chain]
+    assert scene.store.depths == [SIZE * (block + 1) for block in range(len(chain))], "in tokens"
 
 
 def test_a_chain_that_grows_for_long_is_renewed_in_each_span(clock: SimulatedClock) -> None:
@@ -222,7 +223,7 @@ def test_the_states_that_vllm_keeps_are_saved(clock: SimulatedClock) -> None:
     plan = scene.run(new, 16, scene.rows, [(1, 77, 16)])
     assert [(moves.group, len(moves.keys)) for moves in plan.saves] == [(0, 4), (1, 1)]
     state = plan.saves[1]
-    assert (state.keys, state.block_ids, state.depth) == ([chain[3]], [77], 3)
+    assert (state.keys, state.block_ids, state.depths) == ([chain[3]], [77], [16])
     assert not scene.run(new, 1, None, [(1, 78, 17)]).saves  # within a block
 
 

@@ -120,7 +120,7 @@ class Setup:
 
     def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int], *layers: range) -> SaveTask:
         """Copy some layers after the other, by default all at once, and confirm the save."""
-        task = self.transfer.save(keys)
+        task = self.transfer.save(keys, range(len(keys)))
         for some in layers or (ALL,):
             self.transfer.copy(task, blocks, some)
         self.transfer.confirm(task)
@@ -132,7 +132,7 @@ class Setup:
                 path.unlink()
 
     def load(self, keys: Sequence[BlockKey], blocks: Sequence[int], layers: range = ALL) -> TaskResult:
-        return self.transfer.wait(self.transfer.load(keys, blocks, layers, None))
+        return self.transfer.wait(self.transfer.load(keys, blocks, layers, None, range(len(keys))))
 
     def wipe(self) -> None:
         for cache in self.caches.values():
@@ -173,7 +173,7 @@ def test_layers_are_moved_apart(setup: Setup) -> None:
 
 
 def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
-    tasks = [setup.transfer.save(keys) for keys in (KEYS[:3], KEYS[3:5])]
+    tasks = [setup.transfer.save(keys, range(len(keys))) for keys in (KEYS[:3], KEYS[3:5])]
     setup.transfer.copy(tasks[0], range(3), ALL)
     setup.transfer.copy(tasks[1], range(3, 5), ALL)
     for task in tasks:
@@ -204,7 +204,7 @@ def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
     first = setup.transfer.wait(task)
     assert setup.transfer.check(task)
     assert setup.transfer.wait(task).done == first.done
-    loading = setup.transfer.load(KEYS[:3], range(3), ALL, None)
+    loading = setup.transfer.load(KEYS[:3], range(3), ALL, None, range(3))
     setup.clock.advance(2 * LOAD_SECONDS - 0.5)
     assert not setup.transfer.check(loading)
     setup.clock.advance(0.5)
@@ -266,7 +266,7 @@ def test_loads_and_saves_at_once(setup: Setup) -> None:
     for cache in setup.caches.values():
         cache.view()[:, :4] = 0
     for _ in range(20):
-        loads = setup.transfer.load(KEYS[:4], range(4), ALL, None)
+        loads = setup.transfer.load(KEYS[:4], range(4), ALL, None, range(4))
         saves = setup.start_save(KEYS[6:], range(6, 12))
         assert not setup.transfer.wait(loads).failed
         assert not setup.transfer.wait(saves).failed

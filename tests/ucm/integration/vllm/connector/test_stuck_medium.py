@@ -105,7 +105,7 @@ class Setup:
         self.clock.advance(1.0)  # saves begin a while after a forward
 
     def moves(self, block: int) -> BlockMoves:
-        return BlockMoves("r", 0, [KEYS[block]], [block])
+        return BlockMoves("r", 0, [KEYS[block]], [block], [block])
 
     def stored(self, key: BlockKey) -> bytes | None:
         """Return what a new engine finds under a key."""

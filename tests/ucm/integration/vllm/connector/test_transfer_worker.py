@@ -38,7 +38,7 @@ class Call(SaveTask):
     """A load, or a save, whose rows nobody needs here."""
 
     def __init__(self, what: str, keys: Sequence[BlockKey], layers: range) -> None:
-        super().__init__(list(keys), (), 0, 0.0, {})
+        super().__init__(list(keys), (), (), 0.0, {})
         self.what, self.layers = what, layers
         self.finished = False
 
@@ -66,12 +66,12 @@ class Scripted(GroupTransfer):
         block_ids: Sequence[int],
         layers: range,
         staged: Staged | None,
-        depth: int = 0,
+        depths: Sequence[int],
     ) -> Task:
         self.staged.append(staged)
         return self._call("load", keys, layers, f" into {list(block_ids)}")
 
-    def save(self, keys: Sequence[BlockKey], depth: int = 0, retain_until: float = 0.0) -> SaveTask:
+    def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         call = Call("save", keys, range(0))
         self.calls.append(call)
         return call
@@ -180,7 +180,8 @@ class Setup:
 
 def moves(*blocks: int, request_id: str = "r", step: int = 0, adapter: int = 0) -> BlockMoves:
     """Return moves of blocks whose keys are their numbers."""
-    return BlockMoves(request_id, 0, [KEYS[block] for block in blocks], list(blocks), step=step, adapter=adapter)
+    keys = [KEYS[block] for block in blocks]
+    return BlockMoves(request_id, 0, keys, list(blocks), list(blocks), step=step, adapter=adapter)
 
 
 # Saves

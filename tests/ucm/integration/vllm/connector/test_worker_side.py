@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucm.store.base import KVStore
     from ucm.testing.clock import SimulatedClock
 
-MOVES = [BlockMoves("r", 0, [], [])]
+MOVES = [BlockMoves("r", 0, [], [], [])]
 
 
 class Side:
@@ -234,7 +234,9 @@ class Begun:
         """Run a step that saves some blocks, for a scheduler whose key has this fingerprint."""
         self._step += 1
         keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
-        plan = StepPlan(self._step, "model-1", saves=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
+        plan = StepPlan(
+            self._step, "model-1", saves=[BlockMoves("r", 0, keys, list(blocks), list(blocks), step=self._step)]
+        )
         plan.authentication = authentication
         begun = self.clock.monotonic()
         self.side.begin(plan)
@@ -324,7 +326,7 @@ def test_a_worker_whose_key_is_not_the_schedulers_neither_loads_nor_saves(
     worker = Begun(clock, root, Recomputes, **more)
     for blocks in ((0, 1), (2,), ()):
         worker.step(*blocks, authentication=prints[schedulers])
-    plan = StepPlan(9, "model-1", loads=[BlockMoves("r", 0, [BlockKey(bytes(16))], [3], step=9)])
+    plan = StepPlan(9, "model-1", loads=[BlockMoves("r", 0, [BlockKey(bytes(16))], [3], [0], step=9)])
     plan.authentication = prints[schedulers]
     worker.side.begin(plan)
     if not stored:

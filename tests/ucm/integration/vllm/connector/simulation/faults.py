@@ -107,8 +107,8 @@ class FaultyStore(KVStore):
             self._some(task.queue)
         return task.result is not None
 
-    def renew(self, keys: Sequence[BlockKey]) -> None:
-        self.inner.renew(keys)
+    def renew(self, depths: Mapping[BlockKey, int]) -> None:
+        self.inner.renew(depths)
 
     def stats(self) -> Mapping[str, TierStats]:
         return self.inner.stats()
