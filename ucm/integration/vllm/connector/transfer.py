@@ -82,13 +82,13 @@ class GroupTransfer(ABC):
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
         """Copy some layers of a save's chunks from the KV cache; ``block_ids`` are those of all chunks of the save."""
 
-    @abstractmethod
     def confirm(self, task: SaveTask) -> None:
         """Write a save's chunks after all its copies; each becomes visible when it is written."""
+        self.saver.confirm(task)
 
-    @abstractmethod
     def drop(self, task: SaveTask) -> None:
         """Write nothing of a save."""
+        self.saver.drop(task)
 
     def throttle(self, *, active: bool) -> None:
         """Note that a forward starts or stops using the processors that saves need; see `KVStore.throttle`."""
@@ -160,14 +160,6 @@ class HostTransfer(GroupTransfer):
             for layer_slice in memory.buffers(memory.group.blocks_of(block_ids, place), layers):
                 row[at : at + layer_slice.nbytes] = layer_slice
                 at += layer_slice.nbytes
-
-    def confirm(self, task: SaveTask) -> None:
-        """Start to write a save's chunks."""
-        self.saver.confirm(task)
-
-    def drop(self, task: SaveTask) -> None:
-        """Write nothing of a save."""
-        self.saver.drop(task)
 
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to the store, because the forward runs on the host's processors."""
