@@ -348,7 +348,10 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Store a whole block atomically, given as pieces of its file. A block that exists may stay or be replaced."""
+        """Store a whole block atomically, given as pieces of its file. A block that exists may stay or be replaced.
+
+        The pieces are not read after the call has ended, also with an error: their memory is used again at once.
+        """
 
     def stats(self) -> TierStats:
         """Return a snapshot of the counters, and the usage if known."""
