@@ -119,7 +119,7 @@ class Promoter:
 
     def _write(self, key: BlockKey, content: Buffer, depth: int, counted: int = 0) -> None:
         try:
-            if not self._closed:
+            if not self._closed and not self._first.has(key):  # another engine may have been faster
                 self._first.put(key, [content], body_nbytes(content), depth)
         except StoreError as error:
             self._first.counters.failed("promote", error)

@@ -348,7 +348,10 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Store a whole block atomically, given as pieces of its file. A block that exists may stay or be replaced."""
+        """Store a whole block atomically, given as pieces of its file. A block that exists may stay or be replaced.
+
+        The pieces are not read after the call has ended, also with an error: their memory is used again at once.
+        """
 
     def stats(self) -> TierStats:
         """Return a snapshot of the counters, and the usage if known."""
@@ -460,10 +463,13 @@ class ValueTier(Tier):
 
 #: Nanoseconds between the times of last use of blocks that are used in the same span, and end a token apart.
 _APART = 1_000
+#: The most tokens of a prompt whose blocks are ordered by their depth. Its last block's time is not before the end of
+#: the span: else it would keep the time at which its file was written, which is later than that of the blocks before.
+DEEPEST = 10_000_000
 
 
 def used_until(now: float, touch_seconds: float, depth: int) -> int:
-    """Return the time of last use of a block that is used or written now: when the current span of seconds ends.
+    """Return the time of last use of a block that is used or written now: soon after the current span of seconds ends.
 
     So a block need be renewed only once per span, and all blocks used in one span are ordered by their depth alone. A
     use of a chain is one of every block before its end, hence:
@@ -479,7 +485,7 @@ def used_until(now: float, touch_seconds: float, depth: int) -> int:
     Returns:
         Nanoseconds since the epoch.
     """
-    return kept_until((now // touch_seconds + 1) * touch_seconds if touch_seconds else now, depth)
+    return kept_until((now // touch_seconds + 1) * touch_seconds if touch_seconds else now, depth - DEEPEST)
 
 
 def kept_until(end: float, depth: int) -> int:
@@ -494,7 +500,7 @@ def lease_end(until: float, now: float, config: StoreConfig) -> float:
     """
     if not config.lease_seconds or not until > now:
         return 0.0
-    return min(until, used_until(now, config.touch_seconds, 0) / 1e9 + config.lease_seconds)
+    return min(until, used_until(now, config.touch_seconds, DEEPEST) / 1e9 + config.lease_seconds)
 
 
 class RecentKeys:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +15,10 @@ from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.paths import NewFile, _Descriptor
 from ucm.store.posix.scan import scan
-from ucm.store.tier import used_until
+from ucm.store.tier import DEEPEST, used_until
 from ucm.testing.blocks import Memory, content, in_order, key
 
 if TYPE_CHECKING:
@@ -156,13 +160,39 @@ def test_a_chain_is_renewed_once_per_span(
     assert counts == [COMMON, COMMON, COMMON, 2 * COMMON, 2 * COMMON]
 
 
+@pytest.mark.parametrize("touch_seconds", [0.0, TOUCH])
+def test_a_long_prompt_is_evicted_from_its_end_whenever_it_is_written(
+    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, touch_seconds: float
+) -> None:
+    keys = chain(0, 3)
+    layout = Layout(patient.directories[0], NAMESPACE)
+    move = NewFile.move
+
+    def move_now(self: NewFile, folder: _Descriptor, name: str) -> None:
+        """Give it the time of the clock, which the kernel does not go by."""
+        now = int(clock.time() * 1e9)
+        os.utime(self._name, ns=(now, now), dir_fd=self._folder.number)
+        move(self, folder, name)
+
+    monkeypatch.setattr(NewFile, "move", move_now)
+    clock.advance(2 * TOUCH - clock.time() % TOUCH - 0.1)  # the span is about to end
+    with open_store(replace(patient, touch_seconds=touch_seconds), NAMESPACE, SMALL, clock=clock) as store:
+        for place, one in enumerate(keys, 1):
+            memory = Memory(one, SMALL, content(one, SMALL))
+            assert not store.wait(store.save([BlockTransfer(one, memory.slices, depth=place * 1_000_000)])).failed
+            clock.advance(0.01)
+        clock.advance(6.0)  # the evictor's thread sets the times
+    times = [Path(layout.block(one)).stat().st_mtime_ns for one in keys]
+    assert times == sorted(times, reverse=True)
+
+
 @pytest.mark.parametrize("touch_seconds", [0.0, 0.5, 60.0, 86_400.0])
 def test_times_of_last_use_order_a_chain(touch_seconds: float) -> None:
     now = 1_790_000_000.25
     times = [used_until(now, touch_seconds, depth) for depth in range(1000)]
     assert times == sorted(times, reverse=True)
     assert len(set(times)) == 1000
-    assert used_until(now, touch_seconds, 0) >= int(now * 1e6) * 1000
+    assert used_until(now, touch_seconds, DEEPEST) >= int(now * 1e6) * 1000, "the time of a new file is the later one"
     if touch_seconds:
         assert used_until(now + touch_seconds, touch_seconds, 999) >= times[0] or touch_seconds < 1
     assert times[0] < 2**63

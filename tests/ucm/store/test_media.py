@@ -20,6 +20,7 @@ from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.paths import names_in
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
@@ -250,9 +251,11 @@ def test_direct_io_gives_way_where_it_is_refused(
         return plain(path, flags, mode)
 
     def refuse_in(path: str, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
+        descriptor = plain_in(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
         if flags & os.O_DIRECT:
+            os.close(descriptor)  # Linux makes the file before it looks at the flag
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return plain_in(path, flags, mode, dir_fd=dir_fd)
+        return descriptor
 
     monkeypatch.setattr(posix_paths, "_open", lambda: refuse)
     monkeypatch.setattr(os, "open", refuse_in)
@@ -263,6 +266,7 @@ def test_direct_io_gives_way_where_it_is_refused(
     ):
         save(store, KEYS, ODD)
         assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+        assert not names_in(Layout(config.directories[0], NAMESPACE).temporary)
     assert len([line for line in said if "refuses direct I/O" in line]) == 2
 
 

@@ -14,6 +14,7 @@ from ucm.store.base import BlockCorruptError, BlockMissingError, StoreUnavailabl
 from ucm.store.factory import open_store
 from ucm.store.memory.segment import delete_blocks, segments
 from ucm.store.posix.layout import Layout
+from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
@@ -112,6 +113,15 @@ def test_what_the_cache_lost_comes_from_files_and_returns(
     assert fetch(store, KEYS, EVEN)[0] == ALL
     # A cache that lacks a block has not failed.
     assert store.stats()["dram"].failures == {}
+
+
+def test_what_another_engine_has_copied_meanwhile_is_not_written_again(store: KVStore, clock: SimulatedClock) -> None:
+    assert isinstance(store, TieredStore)
+    before = store.stats()["dram"].saved_blocks
+    store._promoter.promote(KEYS[0])
+    clock.advance(1.0)
+    assert store.stats()["dram"].saved_blocks == before
+    assert not store._promoter._waiting
 
 
 def test_a_prefix_across_the_tiers(store: KVStore, cached: Layout, kept: Layout) -> None:

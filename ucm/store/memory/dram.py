@@ -28,7 +28,7 @@ from ucm.store.posix.paths import (
     open_file,
     status_of,
 )
-from ucm.store.tier import Leased, Tier, kept_until, lease_end, used_until
+from ucm.store.tier import DEEPEST, Leased, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 _SHARE, _MOST_NBYTES = 64, 1 << 30
 #: A directory's time of change may stand still for so long, in nanoseconds.
 _TICK = 50_000_000
-#: How deep in its chain a written block is taken to be for a moment, until `DramTier.renew` tells its depth.
-_UNTOLD_DEPTH = 10_000_000
 #: Others may still be copying from a segment that was deleted, but for no longer than this, in seconds.
 _COPYING_SECONDS = 30.0
 #: The time between attempts to lock the directory, in seconds.
@@ -146,7 +144,8 @@ class DramTier(Tier):
             if self._place(key) is None:
                 self._remove(filling.segment, filling.segment.show(number, key))
                 filling.segment.renewed[number] = 0
-                filling.segment.use(used_until(now, self._touch_seconds, _UNTOLD_DEPTH), now, self._leases)
+                # For a moment, until `renew` tells its depth.
+                filling.segment.use(used_until(now, self._touch_seconds, DEEPEST), now, self._leases)
                 self._index[key] = filling.segment, number
             filling.done()
 

@@ -1,6 +1,6 @@
 """Keep the lease of a block in its file's time of last use, so that it needs no record and survives every process.
 
-The time is the moment until which the block is worth keeping: for a block in use the end of the current span of seconds
+The time is the moment until which the block is worth keeping: for a block in use soon after the current span of seconds
 (``ucm.store.tier.used_until``), for a retained or pinned one the end of its lease. The evictor goes by the time as it
 always does, so a retained block goes after all that have none, and leases end by themselves. A pinned block's time has
 500 in its last three digits, in nanoseconds; every other time that is set is a multiple of 1000. The evictor does not

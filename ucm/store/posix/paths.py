@@ -85,14 +85,22 @@ class KeptDirectory:
         if folder is None or not self._leads_to(folder):
             folder = self._resolve()
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # this makes a regular file or fails
-        descriptor = os.open(name, flags, mode, dir_fd=folder.number)
+        file = NewFile(folder, name)
+        try:
+            descriptor = os.open(name, flags, mode, dir_fd=folder.number)
+        except FileExistsError:
+            raise
+        except OSError:
+            file.unlink()  # Linux has made it where the file system refuses O_DIRECT
+            raise
         if group is not None:
             try:
                 _share(descriptor, os.fstat(descriptor), mode, group)
             except OSError:
                 os.close(descriptor)
+                file.unlink()
                 raise
-        return descriptor, NewFile(folder, name)
+        return descriptor, file
 
     def receive(self, file: NewFile, inner: str, name: str) -> bool:
         """Move a file into a subdirectory of this one, replacing a file of that name.

@@ -28,7 +28,7 @@ from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
-from ucm.store.tier import used_until
+from ucm.store.tier import DEEPEST, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -786,7 +786,7 @@ class PrefixCacheScheduler:
 
     def _span_end(self) -> int:
         """Return the end of the current span of ``touch_seconds``, in which a use counts once, as the tiers do."""
-        return used_until(self._clock.time(), self._options.touch_seconds, 0)
+        return used_until(self._clock.time(), self._options.touch_seconds, DEEPEST)
 
     def _take_answers(self) -> None:
         for request_id, group, missing in self.stager.answers():

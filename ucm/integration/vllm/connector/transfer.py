@@ -349,12 +349,12 @@ class StagedTransfer(GroupTransfer):
         self._gatherer.submit(lambda event: self._copy(task, event, block_ids, layers), ended)
 
     def confirm(self, task: SaveTask) -> None:
-        """Write a save's chunks after its copies."""
-        self._gatherer.submit(lambda _: self.saver.confirm(task), lambda _: None)
+        """Write a save's chunks after its copies, whatever happened to the device since then."""
+        self._gatherer.submit(_nothing, lambda _: self.saver.confirm(task))
 
     def drop(self, task: SaveTask) -> None:
         """Write nothing of a save, and reclaim its rows after its copies."""
-        self._gatherer.submit(lambda _: self.saver.drop(task), lambda _: None)
+        self._gatherer.submit(_nothing, lambda _: self.saver.drop(task))
 
     def check(self, task: Task) -> bool:
         """Return whether a task is finished."""
@@ -487,6 +487,10 @@ class _Lane:
                 failure = error
             ended(failure)
             del item, work, ended, event, failure  # with their rows of memory, while this thread waits
+
+
+def _nothing(event: Any) -> None:
+    """Do nothing on the device."""
 
 
 def _part(staged: Staged | None, first: int, count: int) -> Staged | None:

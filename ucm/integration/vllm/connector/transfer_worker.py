@@ -463,14 +463,16 @@ class LayerWiseWorker(TransferWorker):
         """Begin a step, before anything of it is written."""
         super().begin(plan)
         if self._plan is not plan:
-            if self._plan is not None:
-                for begun in self._saves_begun.values():  # by a step that did not end
-                    for _, save in begun:
-                        self._drop(save)
+            self._drop_begun()
             self._plan = plan
             self._portions_loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
             self._saves_begun: dict[int, list[tuple[BlockMoves, SaveUnderWay]]] = {}
             self._copied: dict[int, set[int]] = {}
+
+    def close(self) -> None:
+        """Finish transfers, except saves of a step that did not end."""
+        self._drop_begun()
+        super().close()
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a plan."""
@@ -525,6 +527,13 @@ class LayerWiseWorker(TransferWorker):
             self._saves_begun[group] = [(moves, self.begin_save(moves)) for moves in wanted]
         for moves, save in self._saves_begun[group]:
             save.transfer.copy(save.task, moves.block_ids, range(index, index + 1))
+
+    def _drop_begun(self) -> None:
+        """Drop the saves of a step that did not end."""
+        if self._plan is not None:
+            for begun in self._saves_begun.values():
+                for _, save in begun:
+                    self._drop(save)
 
     def _finish_all(self) -> None:
         for place in list(self._portions_loading):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from ucm.testing.blocks import files
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
-from ucm.integration.vllm.connector.transfer import StagedTransfer
+from ucm.integration.vllm.connector.transfer import StagedTransfer, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -257,6 +258,21 @@ def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
     setup.transfer.copied(task)
     assert set(setup.transfer.wait(task).failed) == set(KEYS[:2])
     assert setup.store.inner.lookup(KEYS[:2]) == [False, False]
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_a_device_that_is_lost_after_the_copies_keeps_no_save_waiting(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, *, confirmed: bool
+) -> None:
+    task = setup.transfer.save(KEYS[:2], range(2))
+    setup.transfer.copy(task, range(2), ALL)
+    setup.transfer.copied(task)
+    monkeypatch.setattr(Stream, "use_device", create_autospec(Stream.use_device, side_effect=RuntimeError("lost")))
+    (setup.transfer.confirm if confirmed else setup.transfer.drop)(task)
+    setup.clock.advance(1.0)
+    assert setup.transfer.check(task)
+    assert set(setup.transfer.wait(task).done) == (set(KEYS[:2]) if confirmed else set())
+    assert setup.transfer.waiting_bytes == 0
 
 
 def test_loads_and_saves_at_once(setup: Setup) -> None:

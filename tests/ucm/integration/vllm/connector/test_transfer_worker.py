@@ -83,7 +83,9 @@ class Scripted(GroupTransfer):
         self.log.append(f"confirm {_names(task.keys)}")
 
     def drop(self, task: SaveTask) -> None:
+        assert isinstance(task, Call)
         self.log.append(f"drop {_names(task.keys)}")
+        task.finished = True
 
     def copied(self, task: SaveTask) -> None:
         self.log.append(f"copied {_names(task.keys)}")
@@ -562,6 +564,19 @@ def test_what_a_step_that_did_not_end_began_to_save_is_dropped() -> None:
     setup.worker.begin(StepPlan(2))
     assert setup.transfer.said() == ["drop 2 3"]
     assert setup.counts.blocks == {"save.other": 2}
+
+
+def test_closing_does_not_wait_for_what_a_step_that_did_not_end_began_to_save(
+    clock: SimulatedClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = Setup(LayerWiseWorker, clock=clock)
+    forward(setup, StepPlan(1, saves=[moves(2, 3)]), LAYERS[:2])
+    setup.transfer.said()
+    begun = clock.monotonic()
+    setup.worker.close()
+    assert setup.transfer.said() == ["drop 2 3", "wait save 2 3", "close"]
+    assert clock.monotonic() - begun < 0.1
+    assert "does not answer" not in caplog.text
 
 
 def test_a_layer_is_saved_once() -> None:
