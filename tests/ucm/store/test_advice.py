@@ -183,7 +183,7 @@ def test_the_store_s_own_blocks_are_the_sample(config: StoreConfig, compression:
     for number, namespace in enumerate(("few", "many")):
         for one in keys[: 1 + number]:
             Path(Layout(root, namespace).block(one)).write_bytes(b"damaged")
-    left = replace(sample, what=sample.what.replace("3", "1"), body=memoryview(bodies[2]))
+    left = replace(sample, what=f"1 of the blocks in {Layout(root, 'many').base}", body=memoryview(bodies[2]))
     assert stored_sample([root], 1 << 30) == left
 
 

@@ -20,6 +20,7 @@ from ucm.store.posix import scan as posix_scan
 from ucm.store.posix import space
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.scan import SAMPLE_BLOCKS, Scan, scan
+from ucm.store.tier import used_until
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def test_other_models_blocks_count_and_go(full: StoreConfig, clock: SimulatedClo
 def test_a_load_renews_a_block(full: StoreConfig, layout: Layout, clock: SimulatedClock) -> None:
     span = 3600.0
     clock.advance(span - clock.time() % span)
-    until = (clock.time() // span + 1) * span
+    until = used_until(clock.time(), span, 0) / 1e9
     with open_store(replace(full, touch_seconds=span), NAMESPACE, EVEN, clock=clock) as store:
         fetch(store, KEYS[:2], EVEN)
         # What was used in the same span already is left alone.
