@@ -586,11 +586,16 @@ def pour(source: Iterable[Buffer], target: Sequence[Buffer]) -> None:
             rest, view = rest[nbytes:], view[nbytes:]
 
 
+def nbytes_of(pieces: Iterable[Buffer | bytearray]) -> int:
+    """Return the bytes of several buffers, which may be of any type and shape."""
+    return sum(memoryview(piece).nbytes for piece in pieces)
+
+
 def joined(pieces: Sequence[Buffer | bytearray]) -> Buffer:
     """Return several buffers as one; a single one is not copied."""
     if len(pieces) == 1:
         return memoryview(pieces[0])
-    content = aligned_buffer(sum(memoryview(piece).nbytes for piece in pieces))
+    content = aligned_buffer(nbytes_of(pieces))
     gather(pieces, content)
     return content
 

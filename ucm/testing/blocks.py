@@ -71,9 +71,9 @@ def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) 
     return [Memory(block, geometry, content(block, geometry, version)) for block in keys]
 
 
-def in_order(keys: Iterable[BlockKey], first: int = 0) -> dict[BlockKey, int]:
+def in_order(keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
     """Return the depths of blocks that follow each other in a chain, each a unit deeper than the one before it."""
-    return {block: depth for depth, block in enumerate(keys, first)}
+    return {block: depth for depth, block in enumerate(keys)}
 
 
 def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, version: int = 0) -> TaskResult:

@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     tiers = {name: [0, 0] for name, one in back_ends.items() if is_tier(one) and one.leases}  # stored, leased blocks
     refused: dict[str, list[OSError]] = {name: [] for name in tiers}
     for stored in facts.stored:
-        size = stored.group.chunk_tokens
-        depths = {key: (place + 1) * size for place, key in enumerate(block_keys(facts, token_ids, size))}
+        keys = block_keys(facts, token_ids, stored.group.chunk_tokens)
+        depths = {key: stored.group.depth(chunk) for chunk, key in enumerate(keys)}
         for name, counts in tiers.items():
             for namespace in stored.ranks:
                 with closing(open_tier(config, name, namespace)) as tier:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
-from ucm.store.format import UNIT, gather, known_codec, scatter
+from ucm.store.format import UNIT, gather, known_codec, nbytes_of, scatter
 from ucm.store.memory.directory import prepare_dram
 from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, delete_blocks, directory_of, segment_nbytes
 from ucm.store.posix.files import store_error
@@ -131,7 +131,7 @@ class DramTier(Tier):
     def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Copy a block into a free slot, and make it visible unless another thread stored it meanwhile."""
         del deadline
-        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        nbytes = nbytes_of(pieces)
         filling, number = self._free_slot(nbytes)
         try:
             gather(pieces, filling.segment.slot(number)[:nbytes])

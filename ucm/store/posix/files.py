@@ -40,6 +40,7 @@ from ucm.store.format import (
     decode,
     gather,
     header_nbytes,
+    nbytes_of,
     pour,
     scatter,
     uncompress,
@@ -411,7 +412,7 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     """
     if not directory.writes.allows():
         raise directory.writes.refusal(directory.layout.root)
-    nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+    nbytes = nbytes_of(pieces)
     where, reserved = directory.layout.temporary, False
     file: NewFile | None = None
     try:

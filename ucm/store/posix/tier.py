@@ -22,7 +22,7 @@ from ucm.store.base import (
     StoreFullError,
     StoreTimeoutError,
 )
-from ucm.store.format import known_codec
+from ucm.store.format import known_codec, nbytes_of
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import quarantine, read_block, read_file, store_error, write_block
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
@@ -577,10 +577,10 @@ class PosixTier(Tier):
         del deadline
         directory = self._directory(key)
         self._start_evictors()
-        packed = known_codec(self._codec).pack(pieces) if self._compresses else None
-        write_block(directory, key, pieces if packed is None else packed)
-        if packed is not None:
-            self.counters.compressed(sum(piece.nbytes for piece in packed))
+        stored = known_codec(self._codec).pack(pieces) if self._compresses else pieces
+        write_block(directory, key, stored)
+        if self._compresses:
+            self.counters.compressed(nbytes_of(stored))
         self._recent.generations()[0].add(key)
         self._renewed.discard(key)
         directory.evictor.wrote()

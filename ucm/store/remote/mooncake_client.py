@@ -22,7 +22,7 @@ import numpy as np
 
 from ucm.clock import SYSTEM
 from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
-from ucm.store.format import aligned_buffer, gather, scatter
+from ucm.store.format import aligned_buffer, gather, nbytes_of, scatter
 from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.remote.tiers import Client, missing
 
@@ -188,7 +188,7 @@ class MooncakeClient(Client):
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one call; a value that exists already stays."""
-        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+        nbytes = nbytes_of(buffers)
 
         def send(store: Any) -> None:
             with self._staged(store, nbytes) as staging:

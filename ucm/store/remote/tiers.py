@@ -22,7 +22,15 @@ from ucm.store.base import (
     StoreUnavailableError,
 )
 from ucm.store.config import read_secret
-from ucm.store.format import AUTHENTICATED_VERSION, VERSION, known_codec, namespace_digest, uncompress, verify
+from ucm.store.format import (
+    AUTHENTICATED_VERSION,
+    VERSION,
+    known_codec,
+    namespace_digest,
+    nbytes_of,
+    uncompress,
+    verify,
+)
 from ucm.store.tier import CompressingOptions, RecentKeys, TierOptions, ValueTier
 
 if TYPE_CHECKING:
@@ -250,11 +258,11 @@ class RemoteTier(ValueTier):
 
     def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a whole block as one value, by one request, compressed if that is configured."""
-        packed = known_codec(self.codec).pack(pieces) if self._compresses else None
-        self._client.put(self._name(key), pieces if packed is None else packed, deadline)
+        stored = known_codec(self.codec).pack(pieces) if self._compresses else pieces
+        self._client.put(self._name(key), stored, deadline)
         self._recent.generations()[0].add(key)
-        if packed is not None:
-            self.counters.compressed(sum(piece.nbytes for piece in packed))
+        if self._compresses:
+            self.counters.compressed(nbytes_of(stored))
 
     def remove(self, key: BlockKey, deadline: float) -> None:
         """Delete the value by one request."""

@@ -28,7 +28,7 @@ from ucm.integration.vllm.connector.failures import UnknownLayoutError, Unsuppor
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -117,14 +117,13 @@ class CacheGroup:
         reach = 1 if self.window is None else num_tokens % self.window if self.is_local else self.window - 1
         return max(0, num_tokens - reach) // self.block_size
 
-    def depths(self, chunks: Iterable[int]) -> list[int]:
-        """Return how many tokens a prompt has up to the end of each chunk."""
-        return [(chunk + 1) * self.chunk_tokens for chunk in chunks]
+    def depth(self, chunk: int) -> int:
+        """Return how many tokens a prompt has up to the end of a chunk."""
+        return (chunk + 1) * self.chunk_tokens
 
     def is_reached(self, chunk: int, step: int) -> bool:
         """Return whether a prefix of a multiple of ``step`` tokens needs a chunk: if any does, then the shortest."""
-        end = (chunk + 1) * self.chunk_tokens
-        return self.needs_all or chunk in self.needed(0, -(-end // step) * step)
+        return self.needs_all or chunk in self.needed(0, -(-self.depth(chunk) // step) * step)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return how many blocks a request of so many tokens holds at most, with one for the tokens to come."""

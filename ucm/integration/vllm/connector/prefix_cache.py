@@ -810,7 +810,7 @@ class PrefixCacheScheduler:
                     group.index,
                     keys,
                     group.to_load(load.block_ids[group.index], load.start, load.end),
-                    group.depths(chunks),
+                    [group.depth(chunk) for chunk in chunks],
                     chunk_blocks=group.chunk_blocks,
                     adapter=adapter_number(state.request),
                 )
@@ -862,7 +862,7 @@ class PrefixCacheScheduler:
                     if group.is_reached(chunk, self._alignment) and (group.index, key) not in saving:
                         saving.add((group.index, key))
                         found.keys.append(key)
-                        found.depths += group.depths([chunk])
+                        found.depths.append(group.depth(chunk))
                         found.block_ids += group.blocks_of(block_ids, chunk)
                 if found.keys:
                     moves.append(found)

@@ -47,7 +47,7 @@ class SaveRoom:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._lock = Lock()
         self._taken = 0
         self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
@@ -70,7 +70,7 @@ class SaveRoom:
         """Take up to ``count`` rows of ``nbytes`` each, as there is room; at least one if none is in use."""
         found: list[Buffer] = []
         with self._lock:
-            while len(found) < count and (not self._taken or self._taken + nbytes <= self._limit):
+            while len(found) < count and (not self._taken or self._taken + nbytes <= self.limit):
                 row = self._row(nbytes)
                 if row is None:
                     break
@@ -111,7 +111,7 @@ class SaveRoom:
         return rows.pop()
 
     def _rows_per_extent(self, nbytes: int) -> int:
-        return min(EXTENT_ROWS, max(1, min(EXTENT_BYTES, self._limit) // nbytes))
+        return min(EXTENT_ROWS, max(1, min(EXTENT_BYTES, self.limit) // nbytes))
 
     def _trim(self, nbytes: int, most: int) -> list[Buffer]:
         """Remove and return free rows of one size, whole allocations; at least ``most`` bytes remain in all."""
@@ -183,7 +183,6 @@ class Saver:
         self._offsets = tuple(accumulate(sizes, initial=0))
         self._clock = clock
         self._room = SaveRoom(limit)
-        self._limit = limit
         self._lock = clock.lock()
         self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
         self._thread: Thread | None = None
@@ -199,7 +198,7 @@ class Saver:
         rows = self._room.take(len(keys), self._offsets[-1])
         failed: dict[BlockKey, StoreError] = {}
         if len(rows) < len(keys):
-            failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self._limit))
+            failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self._room.limit))
         task = SaveTask(keys[: len(rows)], rows, depths, retain_until, failed, clock=self._clock)
         if rows:
             self._watch(task)

@@ -120,7 +120,7 @@ class Stager:
     ) -> None:
         self._clock = clock
         self._groups, self._alignment = groups, groups.alignment
-        self._chunk_tokens = {group.index: group.chunk_tokens for group in groups.groups}
+        self._by_index = {group.index: group for group in groups.groups}
         self._slab = slab
         self.seconds = seconds
         self._rest_seconds = rest_seconds
@@ -569,11 +569,11 @@ class Stager:
         for _, place, row in chunk:
             by_group.setdefault(row.name[0], []).append((place, row))
         for group, rows in by_group.items():
-            tokens = self._chunk_tokens[group]
+            depth = self._by_index[group].depth
             parts = zip(self._stores[group], self._sizes[group], self.shares[group], strict=True)
             for store, sizes, share in parts:
                 transfers = [
-                    BlockTransfer(row.name[1], slab.memory(row, share, sizes), depth=(place + 1) * tokens)
+                    BlockTransfer(row.name[1], slab.memory(row, share, sizes), depth=depth(place))
                     for place, row in rows
                 ]
                 tasks.append((store, store.load(transfers)))
@@ -621,10 +621,7 @@ class Stager:
                 self._used_keys -= len(use.keys)
             missing: int | None = use.expected.start
             try:
-                reached = self._reached(use.group, use.keys, 0)
-                depths = {
-                    use.keys[place]: depth for place, depth in zip(reached, use.group.depths(reached), strict=True)
-                }
+                depths = {use.keys[place]: use.group.depth(place) for place in self._reached(use.group, use.keys, 0)}
                 for store in self._stores[use.group.index]:
                     store.renew(depths)
                     if use.retain_until:

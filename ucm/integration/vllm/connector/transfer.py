@@ -14,6 +14,7 @@ from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TaskResult
 from ucm.store.config import StoreConfig
+from ucm.store.format import gather
 from ucm.store.memory.slab import CopyTask
 
 if TYPE_CHECKING:
@@ -156,10 +157,7 @@ class HostTransfer(GroupTransfer):
         memory = self._memory
         skipped = sum(memory.geometry.slice_sizes[: memory.slice_count(layers.start)])
         for place, row in enumerate(task.rows):
-            at = skipped
-            for layer_slice in memory.buffers(memory.group.blocks_of(block_ids, place), layers):
-                row[at : at + layer_slice.nbytes] = layer_slice
-                at += layer_slice.nbytes
+            gather(memory.buffers(memory.group.blocks_of(block_ids, place), layers), row[skipped:])
 
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to the store, because the forward runs on the host's processors."""
@@ -448,11 +446,7 @@ class StagedTransfer(GroupTransfer):
                 memory.gather(ids, layers, staging)
             lane.stream.synchronize()
             for number, row in enumerate(rows):
-                at = skipped
-                for layer in layers:
-                    layer_slice = memory.chunks(staging[layer])[number]
-                    row[at : at + layer_slice.nbytes] = memoryview(layer_slice)
-                    at += layer_slice.nbytes
+                gather([memory.chunks(staging[layer])[number] for layer in layers], row[skipped:])
 
 
 class _Lane:
