@@ -30,6 +30,7 @@ import numpy as np
 from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
+from ucm.hashing.request_content import RequestContent
 from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
@@ -179,13 +180,16 @@ def describe(
     return settings, describe_engine(Path(model), extra, engine_args, device)
 
 
-def find_blocks(settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequence[int]) -> list[FoundBlocks]:
+def find_blocks(
+    settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequence[int], salt: str = ""
+) -> list[FoundBlocks]:
     """Look up every block of a prompt in every tier; nothing is loaded.
 
     Args:
         settings: The engine's settings.
         facts: The namespace and geometry that the engine would use.
         token_ids: The prompt.
+        salt: The ``cache_salt`` of its requests; empty for none.
 
     Returns:
         One entry for each KV-cache group.
@@ -196,7 +200,7 @@ def find_blocks(settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequen
     """
     config, found = settings.store.as_store_config(), []
     for stored in facts.stored:
-        keys = block_keys(facts, token_ids, stored.group.chunk_tokens)
+        keys = block_keys(facts, token_ids, stored.group.chunk_tokens, salt)
         tiers, silent = {}, {}
         for name in config.parts:
             options = {name: config.tiers[name]} if name in config.tiers else {}
@@ -226,13 +230,14 @@ def hit_length(
     return tokens if tokens >= settings.min_hit_tokens else 0
 
 
-def block_keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
-    """Return the keys of a prompt's whole blocks of so many tokens.
+def block_keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int, salt: str = "") -> list[BlockKey]:
+    """Return the keys of a prompt's whole blocks of so many tokens, in requests with a ``cache_salt`` if there is one.
 
     Raises:
         UcmError: The engine would not cache this prompt.
     """
-    return [BlockKey(key) for key in facts.hasher.generate_block_hashes(list(token_ids), block_size)]
+    content = RequestContent(salt=salt) if salt else None
+    return [BlockKey(key) for key in facts.hasher.generate_block_hashes(list(token_ids), block_size, content)]
 
 
 class DebugConnector:

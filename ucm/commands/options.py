@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -89,7 +90,7 @@ def read_prompt(options: argparse.Namespace) -> list[int] | None:
     """
     if options.tokens is not None:
         return _read_tokens(options.tokens)
-    return None if options.prompt is None else _tokenize(options.model, options.prompt)
+    return None if options.prompt is None else tokenize(options.model, options.prompt)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -122,11 +123,21 @@ def is_tokens(found: object) -> TypeGuard[list[int]]:
     return isinstance(found, list) and bool(found) and all(type(one) is int and one >= 0 for one in found)
 
 
-def _tokenize(model: Path, text: str) -> list[int]:
-    try:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - vLLM brings it; few commands need it
+@cache
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - vLLM brings it; few commands need it
 
-        found: list[int] = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    return AutoTokenizer.from_pretrained(model)
+
+
+def tokenize(model: Path, text: str) -> list[int]:
+    """Return the token ids of a text, by the model's tokenizer, without a chat template.
+
+    Raises:
+        UcmError: The tokenizer cannot be loaded.
+    """
+    try:
+        found: list[int] = _tokenizer(model)(text)["input_ids"]
     except Exception as error:
         raise UcmError(
             f"cannot tokenize the prompt: {error}",

@@ -366,22 +366,28 @@ def open_store(
 
 
 def open_tier(
-    config: StoreConfig, name: str, namespace: str = "doctor", authenticator: Authenticator | None = None
+    config: StoreConfig,
+    name: str,
+    namespace: str = "doctor",
+    authenticator: Authenticator | None = None,
+    geometry: BlockGeometry | None = None,
 ) -> Tier:
-    """Open one tier of a pipeline without a geometry, for tools.
+    """Open one tier of a pipeline, for tools.
 
     Args:
         config: The store's options.
         name: The tier's name in the pipeline.
         namespace: The namespace to open.
         authenticator: Checks blocks that are read; None, also where a key is configured: checksums alone.
+        geometry: The geometry of a block; None for a tier that is not written to.
 
     Raises:
         ConfigError: The tier cannot be opened.
     """
     back_end = back_end_class(name)
     options = tier_options(back_end, name, config.tiers.get(name, {}))
-    place = TierPlace(name, namespace, None, None, config, authenticator)
+    codec = None if geometry is None else HeaderCodec(namespace, geometry, authenticator)
+    place = TierPlace(name, namespace, geometry, codec, config, authenticator)
     opened: Tier = back_end.open(options, place)
     return opened
 

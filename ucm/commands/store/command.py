@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ucm.commands.options import add_deployment
+from ucm.commands.options import add_deployment, add_engine_args
 from ucm.errors import UcmError
 
 _EXIT_CODES = "Exit code: 0 no problem, 1 a problem was found, 2 wrong usage."
@@ -34,10 +34,12 @@ def add_parser(commands: Any) -> None:
     _add_verify(inner)
     _add_lookup(inner)
     _add_leases(inner)
+    _add_moves(inner)
     _add_drop(inner)
     _add_gc(inner)
     _add(inner, "tag", "print the tag of the cache salt that is read from standard input, for store.share_weights")
     _add_bench(inner)
+    _add_serve(inner)
 
 
 def _add(commands: Any, name: str, what: str, module: str = "") -> argparse.ArgumentParser:
@@ -103,10 +105,16 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--threads", type=count, default=4, metavar="N", help="read with N threads (default: 4)")
 
 
-def _add_lookup(commands: Any) -> None:
-    parser = _add(commands, "lookup", "show which blocks of a prompt are stored, and in which tiers")
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "It needs vLLM, whose model classes say what a block is. " + _EXIT_CODES
     add_deployment(parser, prompt_required=True)
+    parser.add_argument(
+        "--salt-file", metavar="FILE", help="FILE's first line is the cache salt of the prompt's requests"
+    )
+
+
+def _add_lookup(commands: Any) -> None:
+    _add_prompt(_add(commands, "lookup", "show which blocks of a prompt are stored, and in which tiers"))
 
 
 def _add_leases(commands: Any) -> None:
@@ -115,18 +123,26 @@ def _add_leases(commands: Any) -> None:
         ("pin", "do not evict the blocks of a prompt, for a time"),
     ):
         parser = _add(commands, name, what, module="lease")
-        parser.epilog = "It needs vLLM, like lookup. " + _EXIT_CODES
-        add_deployment(parser, prompt_required=True)
+        _add_prompt(parser)
         parser.add_argument(
             "--for", type=duration, required=True, dest="seconds", metavar="TIME", help="how long, for instance 12h"
         )
         parser.set_defaults(pin=name == "pin")
 
 
+def _add_moves(commands: Any) -> None:
+    for name, what in (
+        ("prefetch", "copy the blocks of a prompt into the first tier, before it is asked"),
+        ("demote", "delete the blocks of a prompt from the first tier, if another one has them"),
+    ):
+        parser = _add(commands, name, what, module="move")
+        _add_prompt(parser)
+        parser.set_defaults(into=name == "prefetch")
+
+
 def _add_drop(commands: Any) -> None:
     parser = _add(commands, "drop", "delete the blocks of a prompt from all tiers")
-    parser.epilog = "It needs vLLM, like lookup. " + _EXIT_CODES
-    add_deployment(parser, prompt_required=True)
+    _add_prompt(parser)
     parser.add_argument(
         "--from-token",
         type=count,
@@ -170,6 +186,26 @@ def _add_bench(commands: Any) -> None:
         metavar="DIR",
         help="compress blocks of this directory of a store (default: this store's own, or generated numbers)",
     )
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer the commands about a prompt over HTTP",
+        description="Answer the commands about a prompt over HTTP, until it is interrupted.",
+        epilog="It needs vLLM, whose model classes say what a block is, and whose packages serve HTTP.",
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the engines' configuration file")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
+    parser.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="unix:PATH, a socket that only this user may use; or HOST:PORT, which needs --token-file",
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="FILE's first line is the bearer token of each request")
+    add_engine_args(parser, '{"dtype": "float16"}', "; some of them change the namespace")
+    parser.set_defaults(handle=partial(_handle, "serve"))
 
 
 def _handle(name: str, options: argparse.Namespace) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import many, say, say_json
-from ucm.commands.store.lookup import described_prompt
-from ucm.debug import block_keys
+from ucm.commands.store.prompt import given_prompt
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.factory import back_end_class, is_tier, open_tier
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from ucm.commands.store.prompt import Prompt
     from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
 
@@ -26,26 +26,34 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used.
     """
-    settings, facts, token_ids = described_prompt(options)
-    config = settings.store.as_store_config()
-    dropped, failed = dict.fromkeys(config.parts, 0), dict[str, str]()
-    for stored in facts.stored:
-        size = stored.group.chunk_tokens
-        keys = block_keys(facts, token_ids, size)[-(-options.from_token // size) :]
-        for namespace in stored.ranks if keys else ():
-            for name in config.parts:
-                try:
-                    dropped[name] += _drop(config, name, namespace, keys)
-                except (ConfigError, StoreError) as error:
-                    failed[name] = str(error).splitlines()[0]
+    data = drop(given_prompt(options), options.from_token)
+    failed = data["failed"]
     if options.json:
-        say_json({"dropped": dropped, "failed": failed})
+        say_json(data)
     else:
-        say(
-            f"{name}: {many(count, 'block', 'blocks')} deleted" for name, count in dropped.items() if name not in failed
-        )
+        deleted = {name: count for name, count in data["dropped"].items() if name not in failed}
+        say(f"{name}: {many(count, 'block', 'blocks')} deleted" for name, count in deleted.items())
         say(f"{name}: {reason}" for name, reason in failed.items())
     return int(bool(failed))
+
+
+def drop(prompt: Prompt, from_token: int = 0) -> dict[str, Any]:
+    """Delete the blocks of a prompt, except those that have one of its first tokens; return what ``--json`` prints.
+
+    Raises:
+        UcmError: The engine would not cache this prompt.
+    """
+    config = prompt.config
+    dropped, failed = dict.fromkeys(config.parts, 0), dict[str, str]()
+    for stored, keys in prompt.groups():
+        meant = keys[-(-from_token // stored.group.chunk_tokens) :]
+        for namespace in stored.ranks if meant else ():
+            for name in config.parts:
+                try:
+                    dropped[name] += _drop(config, name, namespace, meant)
+                except (ConfigError, StoreError) as error:
+                    failed[name] = str(error).splitlines()[0]
+    return {"dropped": dropped, "failed": failed}
 
 
 def _drop(config: StoreConfig, name: str, namespace: str, keys: Sequence[BlockKey]) -> int:

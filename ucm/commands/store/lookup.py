@@ -5,28 +5,16 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import many, quieten, read_prompt, say, say_json, table
-from ucm.debug import describe, find_blocks, hit_length
+from ucm.commands.options import many, say, say_json, table
+from ucm.commands.store.prompt import given_prompt
+from ucm.debug import find_blocks, hit_length
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from ucm.config.settings import ConnectorConfig
+    from ucm.commands.store.prompt import Prompt
     from ucm.debug import FoundBlocks
-    from ucm.integration.vllm.weightless import EngineFacts
-
-
-def described_prompt(options: argparse.Namespace) -> tuple[ConnectorConfig, EngineFacts, Sequence[int]]:
-    """Return the settings, what an engine with them would store, and the prompt's tokens, for commands about a prompt.
-
-    Raises:
-        UcmError: The settings, the model or the prompt cannot be used.
-    """
-    quieten()
-    token_ids = read_prompt(options) or []
-    settings, facts = describe(options.config, options.model, options.engine_args)
-    return settings, facts, token_ids
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,15 +23,26 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used.
     """
-    settings, facts, token_ids = described_prompt(options)
-    found = find_blocks(settings, facts, token_ids)
-    groups = [one.stored.group for one in found]
-    loaded = hit_length(settings, groups, [one.present for one in found], len(token_ids))
-    if options.json:
-        say_json({"tokens": len(token_ids), "found_tokens": loaded, "groups": [_data(one) for one in found]})
-    else:
-        say(_text(found, len(token_ids), loaded))
+    prompt = given_prompt(options)
+    found, loaded = find(prompt)
+    say_json(data_of(prompt, found, loaded)) if options.json else say(_text(found, len(prompt.token_ids), loaded))
     return int(any(one.silent for one in found))
+
+
+def find(prompt: Prompt) -> tuple[list[FoundBlocks], int]:
+    """Return where the blocks of a prompt are stored, and how many tokens an engine would load.
+
+    Raises:
+        UcmError: A tier cannot be opened, or the engine would not cache this prompt.
+    """
+    found = find_blocks(prompt.settings, prompt.facts, prompt.token_ids, prompt.salt)
+    groups, present = [one.stored.group for one in found], [one.present for one in found]
+    return found, hit_length(prompt.settings, groups, present, len(prompt.token_ids))
+
+
+def data_of(prompt: Prompt, found: Sequence[FoundBlocks], loaded: int) -> dict[str, Any]:
+    """Return what ``find`` found as ``--json`` prints it."""
+    return {"tokens": len(prompt.token_ids), "found_tokens": loaded, "groups": [_data(one) for one in found]}
 
 
 def _tiers_of(found: FoundBlocks) -> list[tuple[str, ...]]:

@@ -56,6 +56,7 @@ class EngineHasher(RequestHasher):
         super().__init__(keys.seed)
         self._keys = keys
         self._new_request = new_request
+        self._lock = threading.Lock()
 
     def generate_block_hashes(
         self, token_ids: TokenIds, block_size: int, extra: BlockExtra | None = None
@@ -70,8 +71,9 @@ class EngineHasher(RequestHasher):
         if extra is not None:
             return super().generate_block_hashes(token_ids, block_size, extra)
         request = self._new_request([int(token) for token in token_ids])
-        found = self._keys.of(request, block_size)
-        self._keys.forget(request.request_id)
+        with self._lock:  # an engine has one thread that asks for keys
+            found = self._keys.of(request, block_size)
+            self._keys.forget(request.request_id)
         if found is None:
             raise UcmError(f"an engine would not cache this prompt: {', '.join(self._keys.refused)}")
         return list(found)

@@ -84,7 +84,7 @@ def test_memory_alone_pins_nothing(
 ) -> None:
     config.write_text(f"store: {{pipeline: Cache, dram_directory: {memory}}}\n", encoding="utf-8")
     answer = run("pin", "--for", "1h", "--json")
-    assert (answer.code, answer.data["tiers"]) == (1, {"Cache": {"blocks": 1, "leased": 0}})
+    assert (answer.code, answer.data["tiers"]) == (1, {"Cache": {"blocks": 1, "leased": 0, "refused": []}})
     assert run("retain", "--for", "1h").code == 0
 
 
@@ -100,7 +100,7 @@ def test_all_ranks_are_leased(
     root = str(config.parent / "kv")
     with open_store(StoreConfig(directories=(root,)), f"{NAMESPACE}/g0-other", GEOMETRY) as store:
         save(store, keys(2), GEOMETRY)
-    assert run("pin", "--for", "1h", "--json").data["tiers"]["Posix"] == {"blocks": 6, "leased": 6}
+    assert run("pin", "--for", "1h", "--json").data["tiers"]["Posix"] == {"blocks": 6, "leased": 6, "refused": []}
     assert run("drop", "--json").data == {"dropped": {"Cache": 1, "Posix": 6}, "failed": {}}
 
 

@@ -1,0 +1,221 @@
+"""``ucm store serve``: the commands about a prompt over HTTP, for routers and agents.
+
+``POST /v1/lookup``, ``/v1/retain``, ``/v1/pin``, ``/v1/prefetch``, ``/v1/demote`` and ``/v1/drop`` take a JSON object
+with ``prompt`` (text, tokenized without a chat template) or ``tokens`` (token ids), ``salt`` if the prompt's requests
+have one, and what the command takes besides: ``seconds`` (retain, pin) or ``from_token`` (drop). They answer with what
+the command prints with ``--json``; an error has ``error``, ``where`` and ``fix``. ``/openapi.json`` describes it all.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import stat
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ucm.commands.options import quieten, say, tokenize
+from ucm.commands.store import drop, lease, lookup, move
+from ucm.commands.store.prompt import Prompt
+from ucm.debug import describe
+from ucm.errors import UcmError
+from ucm.store.config import read_secret
+
+if TYPE_CHECKING:
+    import argparse
+    from typing import Self
+
+    from fastapi import FastAPI
+
+    from ucm.config.settings import ConnectorConfig
+    from ucm.integration.vllm.weightless import EngineFacts
+
+_UNIX = "unix:"
+#: Token ids of vLLM, and of ``ucm.hashing.request_hasher``.
+_Token = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class PromptBody(BaseModel):
+    """The body of a request about a prompt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str | None = None
+    tokens: list[_Token] | None = None
+    salt: str = ""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.tokens is None):
+            raise ValueError("give either prompt or tokens")
+        return self
+
+
+class LeaseBody(PromptBody):
+    """The body of ``retain`` and ``pin``."""
+
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+
+
+class DropBody(PromptBody):
+    """The body of ``drop``."""
+
+    from_token: int = Field(default=0, ge=0)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until it is interrupted; 0.
+
+    Raises:
+        UcmError: The settings, the model, the address or the token cannot be used.
+    """
+    quieten()
+    token = read_secret(options.token_file, None, "--token-file")
+    if not token and not options.listen.startswith(_UNIX):
+        raise UcmError(
+            "whoever reaches this address could delete blocks", where="--listen", fix="give --token-file, or unix:PATH"
+        )
+    store = Store(*describe(options.config, options.model, options.engine_args), options.model)
+    app = application(store, token)
+    import uvicorn  # noqa: PLC0415 - vLLM brings it
+
+    with closing(listening(options.listen)) as one:
+        say([f"listening on {options.listen}"])
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[one])
+    return 0
+
+
+@dataclass(frozen=True)
+class Store:
+    """What the requests are about; its methods are the actions.
+
+    Args:
+        settings: The engines' settings.
+        facts: What an engine with them would name and store.
+        model: The model's directory, for its tokenizer.
+    """
+
+    settings: ConnectorConfig
+    facts: EngineFacts
+    model: Path
+
+    def lookup(self, body: PromptBody) -> dict[str, Any]:
+        """Show which blocks of a prompt are stored, and in which tiers."""
+        asked = self._prompt(body)
+        return lookup.data_of(asked, *lookup.find(asked))
+
+    def retain(self, body: LeaseBody) -> dict[str, Any]:
+        """Evict the blocks of a prompt after all others, for a time."""
+        return lease.lease(self._prompt(body), body.seconds, pin=False)
+
+    def pin(self, body: LeaseBody) -> dict[str, Any]:
+        """Do not evict the blocks of a prompt, for a time."""
+        return lease.lease(self._prompt(body), body.seconds, pin=True)
+
+    def prefetch(self, body: PromptBody) -> dict[str, Any]:
+        """Copy the blocks of a prompt into the first tier, before it is asked."""
+        return move.prefetch(self._prompt(body))
+
+    def demote(self, body: PromptBody) -> dict[str, Any]:
+        """Delete the blocks of a prompt from the first tier, if another one has them."""
+        return move.demote(self._prompt(body))
+
+    def drop(self, body: DropBody) -> dict[str, Any]:
+        """Delete the blocks of a prompt from all tiers."""
+        return drop.drop(self._prompt(body), body.from_token)
+
+    def _prompt(self, body: PromptBody) -> Prompt:
+        tokens = body.tokens if body.prompt is None else tokenize(self.model, body.prompt)
+        return Prompt(self.settings, self.facts, tokens or [], body.salt)
+
+
+def application(store: Store, token: str = "") -> FastAPI:
+    """Return the application.
+
+    Args:
+        store: What the requests are about.
+        token: The bearer token that every request must have; empty for none.
+
+    Raises:
+        UcmError: FastAPI is not installed.
+    """
+    try:
+        from fastapi import Depends, FastAPI, HTTPException, Request  # noqa: PLC0415 - vLLM brings it
+        from fastapi.responses import JSONResponse  # noqa: PLC0415 - likewise
+        from fastapi.security import HTTPBearer  # noqa: PLC0415 - likewise
+    except ImportError as error:
+        raise UcmError(
+            f"FastAPI cannot be imported: {error}", fix="run this in the environment that serves the model"
+        ) from error
+    bearer = Depends(HTTPBearer(auto_error=False))
+
+    def authenticate(given: Any = bearer) -> None:  # FastAPI cannot resolve a class that is local here
+        said = "" if given is None else given.credentials
+        if token and not hmac.compare_digest(said.encode(), token.encode()):
+            raise HTTPException(401, "the bearer token is wrong or missing", {"WWW-Authenticate": "Bearer"})
+
+    app = FastAPI(title="UCM store", docs_url=None, redoc_url=None, dependencies=[Depends(authenticate)])
+
+    @app.exception_handler(UcmError)
+    def refuse(_: Request, error: UcmError) -> JSONResponse:
+        return JSONResponse({"error": error.what, "where": error.where, "fix": error.fix}, 400)
+
+    @app.exception_handler(OSError)
+    def unreadable(_: Request, error: OSError) -> JSONResponse:
+        return JSONResponse({"error": f"the store cannot be read: {error}", "where": "", "fix": ""}, 503)
+
+    # Plain functions: FastAPI runs them in threads, because the store waits for disks and servers.
+    for action in (store.lookup, store.retain, store.pin, store.prefetch, store.demote, store.drop):
+        app.post(f"/v1/{action.__name__}")(action)
+    return app
+
+
+def listening(address: str) -> socket.socket:
+    """Return a socket that listens at ``unix:PATH`` or ``HOST:PORT``.
+
+    Raises:
+        UcmError: The address cannot be used.
+    """
+    try:
+        if address.startswith(_UNIX):
+            return _listening_at(Path(address.removeprefix(_UNIX)))
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host.strip("[]"), _port(port)), family=family)
+    except (OSError, ValueError) as error:
+        raise UcmError(
+            f"cannot listen: {error}", where=f"--listen {address}", fix="write unix:/run/ucm/store.sock or HOST:PORT"
+        ) from error
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 1 << 16:
+        raise ValueError("there is no such port")
+    return number
+
+
+def _listening_at(path: Path) -> socket.socket:
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX) as other:
+                if other.connect_ex(str(path)) == 0:
+                    raise OSError("another process listens there")
+            path.unlink()  # of one that is gone
+    one = socket.socket(socket.AF_UNIX)
+    try:
+        before = os.umask(0o077)  # who may connect is decided by the socket's permissions
+        try:
+            one.bind(str(path))
+        finally:
+            os.umask(before)
+        one.listen()
+    except BaseException:
+        one.close()
+        raise
+    return one
