@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.e2e.test_prefix_cache_tiers import memory  # noqa: F401 - a fixture
 from tests.e2e.workload import BLOCK, ENGINE
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 BLOCKS = 6
 
 
-def test_a_router_prefetches_and_drops(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
+def test_a_router_prefetches_and_drops(
+    prefix_runs: PrefixRuns,
+    tmp_path: Path,
+    memory: Path,  # noqa: F811 - the fixture
+) -> None:
     import httpx2  # noqa: PLC0415 - needs the build's packages
 
     from tests.e2e.engine import MODEL, variables  # noqa: PLC0415 - likewise
@@ -30,15 +35,15 @@ def test_a_router_prefetches_and_drops(prefix_runs: PrefixRuns, tmp_path: Path) 
     from tests.e2e.prefix_workload import prompt, request  # noqa: PLC0415 - likewise
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - likewise
 
-    environment, memory = prefix_runs.environments[False], tmp_path / "memory"
-    store = {**posix(tmp_path / "store"), "pipeline": "Dram|Posix", "dram_directory": str(memory)}
+    environment = prefix_runs.environments[False]
+    store = {**posix(tmp_path / "store"), "pipeline": "Dram|Posix", "dram_directory": str(memory / "store")}
     config, path = tmp_path / "ucm_config.yaml", tmp_path / "store.sock"
     config.write_text(json.dumps({"store": store}), encoding="utf-8")
     asked = request(prompt(BLOCKS * BLOCK + 1, "steering"))
     with PrefixEngine(environment, tmp_path / "first", connector(store), IN_PROCESS) as engine:
         (plain,) = engine.generate([asked])
         wait_for_blocks(tmp_path / "store", BLOCKS)
-    shutil.rmtree(memory)  # as if the host had been restarted
+    shutil.rmtree(memory / "store")  # as if the host had been restarted
     arguments = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
     command = ["store", "serve", "--config", config, "--model", MODEL, "--listen", f"unix:{path}"]
     server = subprocess.Popen(

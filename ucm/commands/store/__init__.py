@@ -24,13 +24,13 @@ name of a tier on servers; ``unreadable``, directories and such tiers with ``dir
 ``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
 
-``retain``, ``pin``: ``until``; ``tiers``, each with ``blocks`` (stored), ``leased`` and ``refused`` (the reasons, of each
-block that this user cannot lease); ``without``, tiers that have no leases. ``drop``: ``dropped`` blocks by tier, and
-``failed``, the reasons of tiers that could not delete. ``tag``: ``tag``.
+``retain``, ``pin``: ``until``; ``tiers``, each with ``blocks`` (stored), ``leased`` and ``refused`` (the reasons, of
+each block that this user cannot lease); ``without``, tiers that have no leases. ``drop``: ``dropped`` blocks by tier,
+and ``failed``, the reasons of tiers that could not delete. ``tag``: ``tag``.
 
 ``prefetch``: ``tier``, the first one; ``tokens`` that an engine would load, ``blocks`` that it needs for that, how many
-are ``there`` and ``copied``; ``failed``, reasons by tier. ``demote``: ``tier``, ``lower`` (the other tiers), ``deleted``
-and ``kept`` blocks, ``failed``.
+are ``there`` and ``copied``; ``failed``, reasons by tier. ``demote``: ``tier``, ``lower`` (the other tiers),
+``deleted`` and ``kept`` blocks, ``failed``.
 
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be deleted), a list of ``directory``, ``tier``,
 ``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
