@@ -80,19 +80,16 @@ class FoundBlocks:
     Args:
         stored: The group.
         keys: The whole blocks of the prompt, in order.
-        tiers: For each tier of the pipeline whether it has each block.
+        tiers: For each tier of the pipeline whether it has each block, of all ranks.
+        present: Whether each block is stored, of all ranks, in any tier.
         silent: The tiers that did not answer, with the causes; they have nothing.
     """
 
     stored: StoredGroup
     keys: tuple[BlockKey, ...]
     tiers: Mapping[str, Sequence[bool]]
+    present: Sequence[bool]
     silent: Mapping[str, str]
-
-    @property
-    def present(self) -> list[bool]:
-        """Whether each block is in any tier."""
-        return [any(there) for there in zip(*self.tiers.values(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -173,11 +170,16 @@ def describe(
     model: str | Path,
     engine_args: Mapping[str, Any] | None = None,
     device: str | None = None,
+    *,
+    of_all_ranks: bool = False,
 ) -> tuple[ConnectorConfig, EngineFacts]:
-    """Return the settings of an engine, and what it would name and store; see ``open_connector``."""
+    """Return the settings of an engine, and what it would name and store; see ``open_connector``.
+
+    With ``of_all_ranks``, the engine may have several ranks.
+    """
     extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
     settings = load_connector_config(extra)
-    return settings, describe_engine(Path(model), extra, engine_args, device)
+    return settings, describe_engine(Path(model), extra, engine_args, device, of_all_ranks=of_all_ranks)
 
 
 def find_blocks(
@@ -201,15 +203,18 @@ def find_blocks(
     config, found = settings.store.as_store_config(), []
     for stored in facts.stored:
         keys = block_keys(facts, token_ids, stored.group.chunk_tokens, salt)
-        tiers, silent = {}, {}
-        for name in config.parts:
+        there: Any = np.zeros((len(config.parts), len(stored.ranks), len(keys)), np.bool_)
+        silent = {}
+        for tier, name in enumerate(config.parts):
             options = {name: config.tiers[name]} if name in config.tiers else {}
-            with open_store(replace(config, pipeline=name, tiers=options), stored.namespace, None) as store:
-                tiers[name] = store.lookup(keys)
-                failures = [cause for stats in store.stats().values() for cause in stats.failures]
-            if failures:
-                silent[name] = ", ".join(failures)
-        found.append(FoundBlocks(stored, tuple(keys), tiers, silent))
+            for rank, namespace in enumerate(stored.ranks):
+                with open_store(replace(config, pipeline=name, tiers=options), namespace, None) as store:
+                    there[tier, rank] = store.lookup(keys)
+                    failures = [cause for stats in store.stats().values() for cause in stats.failures]
+                if failures:
+                    silent[name] = ", ".join(failures)
+        tiers = dict(zip(config.parts, there.all(axis=1).tolist(), strict=True))
+        found.append(FoundBlocks(stored, tuple(keys), tiers, there.any(axis=0).all(axis=0).tolist(), silent))
     return found
 
 

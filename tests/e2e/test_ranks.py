@@ -7,6 +7,7 @@ to receive into.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.prefix_workload import prompt, request
-from tests.e2e.workload import BLOCK
+from tests.e2e.workload import BLOCK, ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -155,6 +156,32 @@ def test_what_two_workers_store_two_others_load(two: TwoWorkers) -> None:
     assert found(warm) == all_whole_blocks()
     assert warm.last[0].cached == 0
     assert found(one)[:4] == [0] * 4, "those that share no block with earlier requests of this engine"
+    commands_find_them(two, of_one[0]["prompt"])
+
+
+def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
+    """The commands about a prompt, in one process, name the blocks of both workers."""
+    from tests.e2e.test_try import ucm  # noqa: PLC0415 - needs the build's packages
+
+    config, tokens = two.directory / "ucm_config.yaml", two.directory / "tokens.json"
+    config.write_text(f"store: {{directories: {two.directory / 'store'}}}\n", encoding="utf-8")
+    arguments: dict[str, Any] = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
+    longest = max((one["prompt"] for batch in batches() for one in batch), key=len)
+
+    def run(command: str, prompt: list[int], ranks: int) -> Any:
+        tokens.write_text(json.dumps(prompt), encoding="utf-8")
+        where = ("--config", config, "--model", two.model["model"], "--tokens", tokens, "--json")
+        sizes = {**arguments, "tensor_parallel_size": ranks}
+        done = ucm(two.environment, two.directory, "store", command, *where, "--engine-args", json.dumps(sizes))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    blocks = len(longest) // BLOCK
+    assert run("lookup", longest, RANKS)["found_tokens"] == (len(longest) - 1) // BLOCK * BLOCK
+    assert run("lookup", of_one, 1)["found_tokens"] > 0
+    assert run("lookup", of_one, RANKS)["found_tokens"] == 0
+    assert run("drop", longest, RANKS)["dropped"] == {"Posix": RANKS * blocks}
+    assert run("lookup", longest, RANKS)["found_tokens"] == 0
 
 
 def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(two: TwoWorkers) -> None:

@@ -56,7 +56,10 @@ def described(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         extra_config: Mapping[str, Any],
         engine_args: Mapping[str, Any] | None = None,
         device: str | None = None,
+        *,
+        of_all_ranks: bool = False,
     ) -> EngineFacts:
+        about["of_all_ranks"] = of_all_ranks
         about["asked"] = model, extra_config, engine_args, device
         found: EngineFacts = about["facts"]
         return found

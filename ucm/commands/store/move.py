@@ -12,9 +12,8 @@ from ucm.commands.store.lookup import find
 from ucm.commands.store.prompt import given_prompt
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
-from ucm.store.base import StoreError
+from ucm.store.base import BlockMissingError, StoreError
 from ucm.store.factory import authenticator_of, back_end_class, is_tier, open_tier
-from ucm.store.format import HeaderCodec
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from ucm.commands.store.prompt import Prompt
     from ucm.store.base import BlockKey
+    from ucm.store.config import StoreConfig
     from ucm.store.tier import Tier
 
 #: Blocks that are copied at once, as most media serve some requests sooner together than one after the other.
@@ -62,19 +62,28 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
     first, lower = _tiers_of(prompt)
     _, tokens = find(prompt)
     config, authenticator = prompt.config, authenticator_of(prompt.config, of_tool=True)
+    if any(len(stored.ranks) > 1 for stored in prompt.facts.stored) and _compressing(config):
+        raise UcmError(
+            "blocks of several ranks cannot be prefetched where a tier compresses",
+            where=f"store: tiers: {_compressing(config)}: compression",
+            fix="let the engine copy them as it uses them",
+        )
     counts, failed = dict.fromkeys(("blocks", "there", "copied"), 0), dict[str, str]()
     nbytes, moves = 0, []
     with ExitStack() as stack:
         for stored, keys in prompt.groups():
             depths = {keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
+            # What several ranks store differs from what the one that describes the engine would store.
+            geometry = stored.geometry if len(stored.ranks) == 1 else None
             for namespace in stored.ranks if depths else ():
-                tiers = [
-                    stack.enter_context(closing(open_tier(config, name, namespace, authenticator, stored.geometry)))
+                top, *others = (
+                    stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))
                     for name in (first, *lower)
-                ]
-                moves.append((tiers, depths))
-                nbytes += len(depths) * HeaderCodec(namespace, stored.geometry, authenticator).file_nbytes
-        capacity = moves[0][0][0].stats().capacity_bytes if moves else None
+                )
+                absent = _absent(top, list(depths))
+                nbytes += len(depths) * _nbytes(others, absent, failed)
+                moves.append((top, others, depths, absent))
+        capacity = moves[0][0].stats().capacity_bytes if moves else None
         if capacity is not None and nbytes > capacity:
             raise UcmError(
                 f"these blocks take {format_size(nbytes)}, and {first} may hold {format_size(capacity)}",
@@ -82,10 +91,10 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
                 fix=f"raise the capacity of {first}, or prefetch a shorter prompt",
             )
         threads = stack.enter_context(ThreadPoolExecutor(_THREADS))
-        for (top, *others), depths in moves:
-            for reasons in threads.map(partial(_copy, top, others), _absent(top, list(depths))):
+        for top, others, depths, absent in moves:
+            for reasons in threads.map(partial(_copy, top, others), absent):
                 counts["copied"] += not reasons
-                failed.update(reasons)
+                failed = reasons | failed  # the first reason says most: a damaged block is then missing
             counts["blocks"] += len(depths)
             counts["there"] += len(depths) - len(_absent(top, list(depths)))
             top.renew(depths)
@@ -126,14 +135,20 @@ def _tiers_of(prompt: Prompt) -> tuple[str, list[str]]:
     Raises:
         UcmError: There are no others, or the store is not made of tiers.
     """
-    first, *lower = prompt.config.parts
-    if not lower or not all(is_tier(back_end_class(name)) for name in prompt.config.parts):
+    config = prompt.config
+    first, *lower = config.parts
+    if not lower or not all(is_tier(back_end_class(name)) for name in config.parts):
         raise UcmError(
-            f"the store {prompt.config.pipeline!r} has one tier",
+            f"the store {config.pipeline!r} has one tier",
             where="store: pipeline",
             fix="put a faster tier before it, for instance Dram|Posix",
         )
     return first, lower
+
+
+def _compressing(config: StoreConfig) -> str:
+    """Return the name of a tier that compresses; empty if none does."""
+    return next((name for name in config.parts if config.tiers.get(name, {}).get("compression", "none") != "none"), "")
 
 
 def _absent(tier: Tier, keys: Sequence[BlockKey]) -> list[BlockKey]:
@@ -144,6 +159,19 @@ def _absent(tier: Tier, keys: Sequence[BlockKey]) -> list[BlockKey]:
     """
     there = tier.contains(keys, tier.clock.monotonic() + tier.timeout)
     return [key for key, has in zip(keys, there, strict=True) if not has]
+
+
+def _nbytes(tiers: Sequence[Tier], keys: Sequence[BlockKey], failed: dict[str, str]) -> int:
+    """Return the size of the first of these blocks that a tier returns, as they are alike; 0, and why, if none does."""
+    for key in keys:
+        for tier in tiers:
+            try:
+                return tier.read_file(key, tier.clock.monotonic() + tier.transfer_timeout).nbytes
+            except BlockMissingError:
+                pass
+            except StoreError as error:
+                failed.setdefault(tier.name, error.what)
+    return 0
 
 
 def _copy(top: Tier, others: Sequence[Tier], key: BlockKey) -> dict[str, str]:

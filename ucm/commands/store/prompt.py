@@ -63,4 +63,4 @@ def given_prompt(options: argparse.Namespace) -> Prompt:
     quieten()
     salt = read_secret(options.salt_file, None, "--salt-file")
     token_ids = read_prompt(options) or []
-    return Prompt(*describe(options.config, options.model, options.engine_args), token_ids, salt)
+    return Prompt(*describe(options.config, options.model, options.engine_args, of_all_ranks=True), token_ids, salt)

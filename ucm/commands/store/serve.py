@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         raise UcmError(
             "whoever reaches this address could delete blocks", where="--listen", fix="give --token-file, or unix:PATH"
         )
-    store = Store(*describe(options.config, options.model, options.engine_args), options.model)
+    store = Store(*describe(options.config, options.model, options.engine_args, of_all_ranks=True), options.model)
     app = application(store, token)
     import uvicorn  # noqa: PLC0415 - vLLM brings it
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.compat import optional
 from ucm.engine_process import connector, model_config
 from ucm.errors import UcmError
-from ucm.hashing.rank_geometry import rank_tag, rank_tags
+from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
 from ucm.hashing.request_hasher import RequestHasher
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ LOAD_FORMAT = "ucm_weightless"
 NUM_BLOCKS = 16
 #: More bytes than these take.
 PLENTY = 1 << 50
+#: Engine arguments that are about several ranks.
+_OF_RANKS = frozenset(
+    {"tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "enable_expert_parallel"}
+)
 #: Engine arguments that do not influence the blocks; the user's own arguments take precedence.
 SMALL: dict[str, Any] = {
     "enforce_eager": True,
@@ -86,7 +90,7 @@ class StoredGroup:
     Args:
         group: The group.
         namespace: The namespace of its blocks.
-        geometry: The geometry of a block.
+        geometry: The geometry of a block in an engine of one rank.
         ranks: The namespaces of all ranks' blocks of the group.
     """
 
@@ -118,14 +122,19 @@ def describe_engine(
     extra_config: Mapping[str, Any],
     engine_args: Mapping[str, Any] | None = None,
     device: str | None = None,
+    *,
+    of_all_ranks: bool = False,
 ) -> EngineFacts:
     """Start vLLM's engine core without weights, ask the connector, and shut it down.
+
+    An engine of several ranks is described by one of a single rank: both have the same keys, and the same groups.
 
     Args:
         model: The model's directory.
         extra_config: vLLM's ``kv_connector_extra_config``.
         engine_args: Further arguments of vLLM's ``EngineArgs``, for instance ``dtype``.
         device: The expected type of device; None for whatever vLLM finds.
+        of_all_ranks: Whether the engine may have several ranks.
 
     Raises:
         UcmError: vLLM is not installed, refuses the model or the arguments, or runs on another device; or the engine
@@ -136,18 +145,39 @@ def describe_engine(
     kind = str(config.device_config.device_type)
     if device is not None and device != kind:
         raise UcmError(f"vLLM runs on {kind} here, not on {device}", where=f"device: {device}", fix=f"use {kind}")
+    one = config
     if config.parallel_config.world_size > 1:
-        raise UcmError(
-            f"this engine has {config.parallel_config.world_size} ranks, and only engines of one rank can be tried",
-            where="engine arguments",
-            fix="leave out tensor_parallel_size and pipeline_parallel_size: each rank's store works alike",
-        )
-    core = _started(config)
+        if not of_all_ranks:
+            raise UcmError(
+                f"this engine has {config.parallel_config.world_size} ranks, and only engines of one rank can be tried",
+                where="engine arguments",
+                fix="leave out tensor_parallel_size and pipeline_parallel_size: each rank's store works alike",
+            )
+        one = _of_one_rank(config, model, extra_config, engine_args or {})
+    core = _started(one)
     try:
         return _facts(core, config, kind)
     finally:
         core.shutdown()
         _forget_worker_connector()
+
+
+def _of_one_rank(config: Any, model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
+    """Return the ``VllmConfig`` of an engine with one rank whose blocks have the same tokens.
+
+    Raises:
+        UcmError: There is none, because the tokens of a block depend on the number of ranks.
+    """
+    kept = {name: value for name, value in engine_args.items() if name not in _OF_RANKS}
+    one = _engine_config(model, extra_config, kept)
+    sizes = Parallelism.of(config)
+    if sizes.dcp * sizes.pcp > 1 or one.cache_config.block_size != config.cache_config.block_size:
+        raise UcmError(
+            "the tokens of a block depend on the ranks of this engine (context parallelism, or recurrent layers)",
+            where="engine arguments",
+            fix="none is known: the blocks of such an engine cannot be found without it",
+        )
+    return one
 
 
 def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:

@@ -67,9 +67,19 @@ def test_all_ranks_and_only_what_a_window_reaches(
     for namespace in ranks:
         with open_store(StoreConfig(directories=(str(config.parent / "kv"),)), namespace, GEOMETRY) as store:
             save(store, keys(3), GEOMETRY)
+    with open_store(StoreConfig(directories=(str(config.parent / "kv"),)), ranks[0], GEOMETRY) as store:
+        save(store, keys(5)[3:4], GEOMETRY)
     data = run("prefetch", "--json").data
     assert (data["blocks"], data["there"], data["copied"]) == (5, 5, 4)
     assert [held(memory, keys(3), namespace) for namespace in ranks] == [[False, False, True]] * 2
+    assert described["of_all_ranks"]
+    on_disk(config, keys(3)[2], ranks[1]).unlink()
+    assert run("lookup", "--json").data["groups"][1]["blocks"][2]["tiers"] == ["Cache"], "where all ranks have it"
+    settings: dict[str, Any] = {"pipeline": "Cache|Posix", "dram_directory": memory}
+    settings |= {"directories": str(config.parent / "kv"), "tiers": {"Posix": {"compression": "lossless"}}}
+    config.write_text(json.dumps({"store": settings}), encoding="utf-8")
+    answer = run("prefetch")
+    assert (answer.code, "several ranks cannot be prefetched where a tier compresses" in answer.err) == (2, True)
 
 
 @pytest.mark.parametrize("pipeline", ["Dram|Posix", "Posix|Dram"])
