@@ -110,9 +110,9 @@ def add_brackets(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNo
 
 def _is_statement(path: Path, node: cst.CSTNode) -> bool:
     return (
-        isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
-        and len(path) > 1
+        len(path) > 1
         and path[-1][0] == "body"
+        and isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
     )
 
 
