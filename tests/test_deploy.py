@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -69,16 +68,24 @@ def size(text: str) -> int:
     return int(parse_size(text if text.endswith("B") else f"{text}B"))
 
 
+@pytest.fixture
+def kubernetes() -> Any:
+    """The validator; its import compiles grammars for seconds, which every test process would do to collect this file."""
+    import kubernetes_validate  # noqa: PLC0415
+
+    return kubernetes_validate
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_an_object_is_valid(kind: str, cluster: str) -> None:
-    kubernetes_validate.validate(OBJECTS[kind], cluster, strict=True)
+def test_an_object_is_valid(kubernetes: Any, kind: str, cluster: str) -> None:
+    kubernetes.validate(OBJECTS[kind], cluster, strict=True)
 
 
-def test_an_unknown_field_would_be_found() -> None:
+def test_an_unknown_field_would_be_found(kubernetes: Any) -> None:
     wrong = {**OBJECTS["Service"], "spec": {**OBJECTS["Service"]["spec"], "selectors": {}}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, CLUSTERS[-1], strict=True)
+    with pytest.raises(kubernetes.ValidationError):
+        kubernetes.validate(wrong, CLUSTERS[-1], strict=True)
 
 
 def test_image_and_wheels_are_of_one_reviewed_release() -> None:

@@ -7,6 +7,7 @@ It goes through the places from last to first, so that the paths of the remainin
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import re
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -15,11 +16,11 @@ import libcst as cst
 
 from transforms.engine.flow import leaves
 from transforms.engine.members import Field
-from transforms.engine.tree import Path, children, enclosing_statement, get, insert_statements, replace, walk
+from transforms.engine.tree import Path, Step, code_fields, enclosing_statement, get, insert_statements, replace
 from transforms.pipeline.product import products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transforms.engine.rule import Rule, Variant
 
@@ -80,7 +81,7 @@ def reorder_methods(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CS
 def rename_local(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNode:
     function = cast("cst.FunctionDef", get(root, path))
     names = sorted(_unrelated_locals(function))
-    return replace(root, path, cast("cst.FunctionDef", function.visit(_Rename(rng.choice(names))))) if names else root
+    return replace(root, path, _renamed(function, rng.choice(names))) if names else root
 
 
 def lay_call_out(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNode:
@@ -110,9 +111,9 @@ def add_brackets(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNo
 
 def _is_statement(path: Path, node: cst.CSTNode) -> bool:
     return (
-        isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
-        and len(path) > 1
+        len(path) > 1
         and path[-1][0] == "body"
+        and isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
     )
 
 
@@ -164,7 +165,7 @@ def sites(module: cst.Module) -> list[Site]:
         path, node = waiting.pop()
         found.append((path, node))
         if not isinstance(node, cst.FormattedString):
-            waiting += [((*path, step), child) for step, child in children(node)][::-1]
+            waiting += [((*path, step), child) for step, child in _below(node)][::-1]
     return found
 
 
@@ -189,7 +190,7 @@ def mutated(
         for some, most in ((inside, INSIDE), (fitting, ELSEWHERE)):
             chosen += [(i, kind) for i in rng.sample(some, min(most, len(some)))]
     root: cst.CSTNode = module
-    last_first = sorted(set(chosen), key=lambda one: (one[0], one[1] != "statements"), reverse=True)
+    last_first = sorted(set(chosen), key=lambda one: (one[0], one[1] != "statements", one[1]), reverse=True)
     for index, kind in last_first:  # at one place, the insertion that moves the place comes last
         root = HARMLESS[kind][0](root, places[index][0], rng)
     return cast("cst.Module", root)
@@ -216,21 +217,51 @@ def _laid_out(
 RENAMED = "_elsewhere"
 
 
-class _Rename(cst.CSTTransformer):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
+#: Where a name is not that of a variable.
+NOT_VARIABLES = {(cst.Attribute, "attr"), (cst.Arg, "keyword")}
 
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:  # noqa: N802
-        return (
-            updated_node.with_changes(value=self.name + RENAMED) if original_node.value == self.name else updated_node
-        )
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:  # noqa: N802
-        return updated_node.with_changes(attr=original_node.attr)
+def _renamed(node: cst.CSTNode, name: str) -> cst.CSTNode:
+    """Return a node with a variable renamed; what does not name it is not copied, as a transformer of LibCST does."""
+    if isinstance(node, cst.Name):
+        return node.with_changes(value=name + RENAMED) if node.value == name else node
+    changes: dict[str, Any] = {}
+    for field in code_fields(type(node)):
+        if (type(node), field) in NOT_VARIABLES:
+            continue
+        value = getattr(node, field)
+        if isinstance(value, cst.CSTNode):
+            new: Any = _renamed(value, name)
+            same = new is value
+        elif isinstance(value, tuple | list):
+            new = [_renamed(item, name) if isinstance(item, cst.CSTNode) else item for item in value]
+            same = all(map(operator.is_, new, value))
+        else:
+            continue
+        if not same:
+            changes[field] = new
+    return node.with_changes(**changes) if changes else node
 
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: N802
-        return updated_node.with_changes(keyword=original_node.keyword)
+
+def _below(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
+    """Yield a node's direct children that are not only layout."""
+    for name in code_fields(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, cst.CSTNode):
+            yield (name, None), value
+        elif isinstance(value, tuple | list):
+            for index, item in enumerate(value):
+                if isinstance(item, cst.CSTNode):
+                    yield (name, index), item
+
+
+def _nodes(root: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all its descendants that are not only layout."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [child for _, child in _below(node)]
 
 
 @functools.cache
@@ -242,7 +273,7 @@ def words() -> frozenset[str]:
 
 
 def _unrelated_locals(function: cst.FunctionDef) -> set[str]:
-    nodes = [node for _, node in walk(function)]
+    nodes = list(_nodes(function))
     bound = {t.target.value for t in nodes if isinstance(t, cst.AssignTarget) and isinstance(t.target, cst.Name)}
     taken = {p.name.value for p in nodes if isinstance(p, cst.Param)}
     declared = {i.name.value for s in nodes if isinstance(s, cst.Global | cst.Nonlocal) for i in s.names}
@@ -315,6 +346,6 @@ def _statement(module: cst.Module, path: Path) -> Path:
 
 def _twice(module: cst.Module, path: Path) -> cst.Module:
     statement = _statement(module, path)
-    copy = cast("cst.BaseStatement", get(module, statement)).deep_clone()
+    copy = cast("cst.BaseStatement", get(module, statement))
     block, index = statement[:-1], cast("int", statement[-1][1])
     return cast("cst.Module", insert_statements(module, block, index + 1, [copy]))

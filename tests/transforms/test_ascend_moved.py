@@ -9,6 +9,7 @@ import __future__
 
 import ast
 import builtins
+import copy
 import enum
 import functools
 import importlib.abc
@@ -20,8 +21,8 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 from unittest.mock import MagicMock
 
 import pydantic.dataclasses
@@ -37,6 +38,8 @@ from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+Node = TypeVar("Node", bound=ast.stmt)
 
 #: Releases of vLLM Ascend; the paired vLLM releases have the example's overlays.
 RELEASES = ("0.23.0", "0.24.0rc1", "0.30.0rc1")
@@ -93,6 +96,12 @@ def published(release: str, path: str) -> str:
 
 
 @functools.cache
+def patch_code(release: str, path: str) -> CodeType:
+    """Return a compiled module of vLLM Ascend."""
+    return compile(published(release, path), path, "exec")
+
+
+@functools.cache
 def rewritten(release: str) -> dict[str, str]:
     """Return the modules of the example's overlay."""
     overlay = rewrite(open_sources(pair(release)), EXAMPLE)
@@ -115,18 +124,38 @@ def defined(source: str, name: str, names: Names) -> Any:
     A class has a method of the name, and for the patches that look for others those without defaults.
     """
     first, _, rest = name.partition(".")
-    nodes = [n for n in ast.parse(source).body if getattr(n, "name", "") == first or first in _targets(n)]
+    nodes = [n for n in top_level(source) if getattr(n, "name", "") == first or first in _targets(n)]
     node = nodes[0]
     if isinstance(node, ast.ClassDef) and rest:
         methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and (n.name == rest or _is_simple(n))]
-        for method in methods:
-            method.decorator_list = [d for d in method.decorator_list if getattr(d, "id", "") in KINDS]
-        node.body = list(methods)
-        node.decorator_list, node.bases, node.keywords = [], [ast.Name("Base", ast.Load())], []
+        nodes[0] = changed(
+            node,
+            body=[
+                changed(one, decorator_list=[d for d in one.decorator_list if getattr(d, "id", "") in KINDS])
+                for one in methods
+            ],
+            decorator_list=[],
+            bases=[ast.Name("Base", ast.Load())],
+            keywords=[],
+        )
     names["Base"] = Base
     module = ast.fix_missing_locations(ast.Module(list(nodes), []))
     exec(compile(module, first, "exec", flags=__future__.annotations.compiler_flag), names)  # noqa: S102 - vLLM's
     return names[first]
+
+
+@functools.cache
+def top_level(source: str) -> tuple[ast.stmt, ...]:
+    """Return the statements of a module, parsed once; they are not to be changed."""
+    return tuple(ast.parse(source).body)
+
+
+def changed(node: Node, **fields: Any) -> Node:
+    """Return a node with other fields."""
+    new = copy.copy(node)
+    for name, value in fields.items():
+        setattr(new, name, value)
+    return new
 
 
 def _is_simple(function: ast.FunctionDef) -> bool:
@@ -174,7 +203,7 @@ class World:
         """Run a patch of vLLM Ascend, and return its names."""
         path = f"vllm_ascend/patch/{patch}.py"
         names = {"__name__": path.removesuffix(".py").replace("/", "."), "__builtins__": builtins}
-        exec(compile(published(self.release, path), path, "exec"), names)  # noqa: S102 - vLLM Ascend's
+        exec(patch_code(self.release, path), names)  # noqa: S102 - vLLM Ascend's
         return names
 
 

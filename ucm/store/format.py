@@ -615,14 +615,12 @@ def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
 
 def beyond(buffers: Sequence[Buffer | bytearray], skip: int) -> list[Buffer]:
     """Return what is left of buffers after ``skip`` bytes, as many as one system call accepts."""
-    rest: list[Buffer] = []
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        if skip < len(view):
-            rest.append(view[skip:])
-        skip = max(0, skip - len(view))
-        if len(rest) == MOST_BUFFERS:
-            break
+    at = 0
+    while at < len(buffers) and skip >= (nbytes := memoryview(buffers[at]).nbytes):
+        at, skip = at + 1, skip - nbytes
+    rest = [memoryview(buffer) for buffer in buffers[at : at + MOST_BUFFERS]]
+    if skip:
+        rest[0] = rest[0].cast("B")[skip:]
     return rest
 
 

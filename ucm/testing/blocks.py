@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,8 +33,13 @@ def key(number: int, nbytes: int = 32) -> BlockKey:
 
 def content(block: BlockKey, geometry: BlockGeometry, version: int = 0) -> bytes:
     """Return a block's content; versions differ for the same key, and odd ones cannot be compressed."""
+    return _content(block, geometry.nbytes, version)
+
+
+@functools.lru_cache(maxsize=64)  # some tests compare the same blocks hundreds of times
+def _content(block: BlockKey, nbytes: int, version: int) -> bytes:
     seed = int.from_bytes(hashlib.blake2b(block + bytes([version]), digest_size=8).digest(), "little")
-    found = np.random.default_rng(seed).bytes(geometry.nbytes)
+    found = np.random.default_rng(seed).bytes(nbytes)
     return found if version % 2 else (np.frombuffer(found, np.uint8) & 0x1F).tobytes()
 
 
@@ -47,11 +54,9 @@ class Memory:
     def __init__(self, block: BlockKey, geometry: BlockGeometry, data: bytes | None = None) -> None:
         self.key = block
         self.data = bytearray(geometry.nbytes if data is None else data)
-        self.slices: list[memoryview] = []
-        at = 0
-        for size in geometry.slice_sizes:
-            self.slices.append(memoryview(self.data)[at : at + size])
-            at += size
+        whole = memoryview(self.data)
+        ends = itertools.accumulate(geometry.slice_sizes)
+        self.slices = [whole[end - size : end] for size, end in zip(geometry.slice_sizes, ends, strict=True)]
 
     def transfer(self, first: int = 0, count: int | None = None) -> BlockTransfer:
         slices = self.slices[first:] if count is None else self.slices[first : first + count]

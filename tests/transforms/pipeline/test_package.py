@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tomllib
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
@@ -290,6 +288,10 @@ def test_the_licence_is_whole(package: Package) -> None:
 
 
 def assert_valid_sbom(data: bytes) -> None:
+    # Its import compiles grammars for seconds, which every test process would do to collect this file.
+    from cyclonedx.schema import SchemaVersion  # noqa: PLC0415
+    from cyclonedx.validation.json import JsonStrictValidator  # noqa: PLC0415
+
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(data.decode()) is None
 
 

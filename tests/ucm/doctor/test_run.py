@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,12 +89,31 @@ def test_the_engine_fails(site: Site) -> None:
     assert "  | RuntimeError: the engine is out of order" in text
 
 
-def test_the_engine_hangs(site: Site) -> None:
-    answer = site.doctor("--run", "--json", "--timeout", "15", FAKE_ENGINE="hang")
-    assert answer.code == 1
+#: The command, in a process in which the time of an engine is over as soon as it hangs.
+TIME_IS_OVER = """
+import os, subprocess
+from ucm.cli import main
+
+class Process(subprocess.Popen):
+    def wait(self, timeout=None):
+        if timeout != 15.0:
+            return super().wait(timeout)
+        open(os.environ["FAKE_ENGINE_HANGS"]).read()
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+subprocess.Popen = Process
+raise SystemExit(main())
+"""
+
+
+def test_the_engine_hangs(site: Site, tmp_path: Path) -> None:
+    pipe = tmp_path / "hangs"
+    os.mkfifo(pipe)
+    faults = {"FAKE_ENGINE": "hang", "FAKE_ENGINE_HANGS": str(pipe)}
+    answer = site.doctor("--run", "--json", "--timeout", "15", program=("-c", TIME_IS_OVER), **faults)
+    assert answer.code == 1, answer.err
     run = answer.data["run"]
     assert (run["outcome"], run["tail"]) == ("timed out", ["about to hang"])
-    assert run["seconds"] >= 15
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout  # noqa: S607
     assert f"{site.python} -m ucm.doctor.engine_run" not in listed
 

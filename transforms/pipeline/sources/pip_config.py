@@ -7,6 +7,7 @@ and environment in pip's own order, so nothing has to be configured a second tim
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ from transforms.pipeline.sources.tree import SourceError
 
 #: pip's precedence for an option: the environment, then the command's section, then the global one.
 SECTIONS = (":env:", "install", "download", "global")
+#: How the variables begin that pip's answers depend on: its options, and where its files are.
+_HEEDED = ("PIP_", "HOME", "XDG_", "PYTHON", "VIRTUAL_ENV", "APPDATA", "USERPROFILE", "PROGRAMDATA", "ALLUSERSPROFILE")
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,21 @@ def read_pip_config() -> PipConfig:
 
 
 def _pip(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    heeded = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_HEEDED)))
+    return _asked(sys.executable, arguments, heeded)
+
+
+@functools.cache
+def _asked(python: str, arguments: tuple[str, ...], heeded: tuple[tuple[str, str], ...]) -> str:
+    """Return what pip prints; it is started once for each environment, because each release of a run asks again."""
+    command = [python, "-m", "pip", "--disable-pip-version-check", *arguments]
+    del heeded  # of the environment, what its answer depends on
     wide = {**os.environ, "COLUMNS": "1000"}  # otherwise pip wraps the help in the middle of an address
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)  # noqa: S603 - fixed words
     if done.returncode:
         raise SourceError(
             "pip failed, so your package index is unknown",
-            where=f"{sys.executable} -m pip {' '.join(arguments)}: {done.stderr.strip()[-400:]}",
+            where=f"{python} -m pip {' '.join(arguments)}: {done.stderr.strip()[-400:]}",
             fix="install pip in this environment, or name the sources with --from PATH",
         )
     return done.stdout
