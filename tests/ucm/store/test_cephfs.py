@@ -162,9 +162,9 @@ def test_damage_by_the_other_host(shared: list[StoreConfig], other: ProcessPoolE
         assert {found: error.cause for found, error in failed.items()} == {KEYS[3]: "corrupt"}
         assert loaded == {found: data for found, data in ALL.items() if found != KEYS[3]}
         theirs = Layout(there.directories[0], NAMESPACE).block(KEYS[3])
-        until(lambda: not other.submit(os.path.exists, theirs).result())
+        until(lambda: not other.submit(os.access, theirs, os.F_OK).result())  # as the store asks
         assert other.submit(save_there, there, NAMESPACE, EVEN, KEYS).result() == len(KEYS)
-        assert fetch(store, KEYS, EVEN) == (ALL, {}), "it was in quarantine, and the other host saved it again"
+        until(lambda: fetch(store, KEYS, EVEN) == (ALL, {}))  # it was in quarantine, and the other host saved it again
 
 
 def test_deleting(shared: list[StoreConfig], other: ProcessPoolExecutor) -> None:
@@ -181,7 +181,7 @@ def test_deleting(shared: list[StoreConfig], other: ProcessPoolExecutor) -> None
                 assert unfinished.exists(), "another host cannot see whether its writer lives"
             else:
                 until(lambda: not unfinished.exists())
-        most = ("--to", str(10 * FILE))
+        most = ("--to", f"{10 * FILE}B")
         assert other.submit(store_command, "gc", "--yes", "--directory", there.directories[0], *most).result() == 0
         assert store.lookup(KEYS).count(True) == 10
         assert cli.main(["store", "verify", "--directory", here.directories[0]]) == 0
