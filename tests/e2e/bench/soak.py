@@ -1,9 +1,8 @@
 """Sixteen clients of a server whose store holds 40 MiB: answers, and what its processes hold before and after.
 
 `python -m tests.e2e.bench.soak`. The clients send requests over HTTP and abandon a fifth of them. The engine's own
-prefix cache is emptied after each round, and the server is restarted in the middle. All requests of every fourth round
-use a LoRA adapter: on a CPU, vLLM 0.32.0 applies an adapter to all requests of a batch. The longest request has far
-more KV than the store holds. A server without a connector gets the same requests; in float32 its answers are the same.
+prefix cache is emptied after each round, and the server is restarted in the middle. The longest request has far more KV
+than the store holds. A server without a connector gets the same requests; in float32 its answers are the same.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ if TYPE_CHECKING:
     from tests.e2e.environment import Environment
 
 DIRECTORY = BUILD / "bench" / "soak"
-MODEL, ADAPTER = DIRECTORY / "model", DIRECTORY / "adapter"
-#: The name of the model with the adapter in requests.
-ADAPTED = "adapted"
+MODEL = DIRECTORY / "model"
+#: Names of the model with an adapter in requests. No request is without one if there are any: vLLM computes such a
+#: request with the adapter of another one in the same step on a CPU, and UCM leaves it alone.
+ADAPTERS = ("first", "second")
 LAYERS, KV_HEADS, HEAD, LONGEST = 4, 4, 64, 32_768
 LLAMA: dict[str, Any] = {
     **CONFIG,
@@ -60,8 +60,8 @@ CLIENTS, ROUNDS, REQUESTS = 16, 8, 400
 #: Different texts, and their tokens: all together 150 MiB of KV, nearly four times the capacity.
 TEXTS, LENGTHS = 40, (96, 992)
 TOKENS = 8
-#: The share of requests that are abandoned after the first token, and of how many rounds one uses the adapter.
-ABANDONED, WITH_ADAPTER = 0.2, 4
+#: The share of requests that are abandoned after the first token.
+ABANDONED = 0.2
 #: Seconds after the last request after which memory that is kept for a while has been given back.
 IDLE = 150.0
 #: How much shared memory beyond the store's capacity an idle engine may hold; the store itself may be shared memory.
@@ -113,23 +113,25 @@ class Soaked:
     held: dict[str, Held] = field(default_factory=dict)
 
 
-def requests(rounds: int, count: int) -> list[list[Asked]]:
+def requests(rounds: int, count: int, models: Sequence[str] = (SERVED,)) -> list[list[Asked]]:
     """Return the requests of each round; always the same for the same numbers."""
     source = random.Random("soak")  # noqa: S311 - prompts, no secrets
     words = range(3, CONFIG["vocab_size"])
     texts = [tuple(source.choices(words, k=source.randrange(*LENGTHS))) for _ in range(TEXTS)]
     found = []
-    for number in range(1, rounds + 1):
+    for _ in range(rounds):
         one = []
-        model = SERVED if number % WITH_ADAPTER else ADAPTED
         for _ in range(count):
+            model = source.choice(models)
             end = tuple(source.choices(words, k=source.randrange(2, 2 * BLOCK)))
             one.append(Asked((*source.choice(texts), *end), model, source.random() < ABANDONED))
         found.append(one)
     return found
 
 
-def soak(environment: Environment, scratch: Path, pipeline: str | None, rounds: list[list[Asked]], idle: float) -> Soaked:
+def soak(
+    environment: Environment, scratch: Path, pipeline: str | None, rounds: list[list[Asked]], idle: float
+) -> Soaked:
     """Serve all requests by two servers, one after the other, on one store, or without a connector."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -140,13 +142,14 @@ def soak(environment: Environment, scratch: Path, pipeline: str | None, rounds: 
     try:
         for half in (1, 2):
             port = free_port()
-            command = (
-                f"{serve_command(environment, MODEL, transfer, port)} --block-size {BLOCK} --max-num-seqs {CLIENTS} "
-                f"--enable-lora --max-lora-rank {RANK} --lora-modules {ADAPTED}={ADAPTER}"
-            )
+            command = serve_command(environment, MODEL, transfer, port)
+            command += f" --block-size {BLOCK} --max-num-seqs {CLIENTS}"
+            if rounds[0][0].model != SERVED:
+                modules = " ".join(f"{name}={DIRECTORY / name}" for name in ADAPTERS)
+                command += f" --enable-lora --max-loras 2 --max-lora-rank {RANK} --lora-modules {modules}"
             told = variables(scratch, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": ""})
             with Server(command, port, scratch / f"log-{half}.txt", told) as server:
-                _ask(port, Asked((3,) * 4 * BLOCK, SERVED, abandoned=False))
+                _ask(port, Asked((3,) * 4 * BLOCK, rounds[0][0].model, abandoned=False))
                 found.held[f"server {half}, started"] = held(server.pid)
                 for one in rounds[: len(rounds) // 2] if half == 1 else rounds[len(rounds) // 2 :]:
                     _round(port, one, number, found)
@@ -226,7 +229,8 @@ def held(group: int) -> Held:
         with contextlib.suppress(OSError):
             if not entry.name.isdigit() or os.getpgid(int(entry.name)) != group:
                 continue
-            sizes = {name: int(size) / 1024 for name, size in _SIZE.findall((entry / "smaps_rollup").read_text("utf-8"))}
+            told = (entry / "smaps_rollup").read_text(encoding="utf-8")
+            sizes = {name: int(size) / 1024 for name, size in _SIZE.findall(told)}
             found.memory += sizes["Pss"]
             found.anonymous += sizes["Pss_Anon"]
             found.shared += sizes["Pss_Shmem"]
@@ -236,43 +240,42 @@ def held(group: int) -> Held:
 
 
 def figures(
-    release: str, pipelines: Sequence[str] = PIPELINES, rounds: int = ROUNDS, count: int = REQUESTS, idle: float = IDLE
+    release: str, asked: list[list[Asked]], pipelines: Sequence[str] = PIPELINES, idle: float = IDLE
 ) -> Iterator[Figure]:
     """Compare answers, and yield the shared memory of an idle engine over the store's capacity."""
     environment = demo_environment(release)
     write_llama(environment.python, MODEL, LLAMA)
-    _write_adapter()
-    asked = requests(rounds, count)
-    sides = {str(pipeline): soak(environment, DIRECTORY / "run", pipeline, asked, idle) for pipeline in (None, *pipelines)}
-    plain = sides.pop("None")
+    for number, name in enumerate(ADAPTERS):
+        _write_adapter(DIRECTORY / name, number)
+    plain, *others = (soak(environment, DIRECTORY / "run", one, asked, idle) for one in (None, *pipelines))
     for when, of in plain.held.items():
         print(f"without a connector, {when}: {of}")
-    for name, side in sides.items():
+    for name, side in zip(pipelines, others, strict=True):
         print(f"{name}: {len(side.answers)} answers, {side.loaded} tokens not computed, {len(side.errors)} errors")
         for when, of in side.held.items():
             print(f"{name}, {when}: {of}")
         for error in side.errors[:5]:
             print(f"{name}: {error}")
-        others = sum(side.answers.get(place) != text for place, text in plain.answers.items())
+        wrong = sum(side.answers.get(place) != text for place, text in plain.answers.items())
         detail = {"errors": len(side.errors), "held": {when: vars(of) for when, of in side.held.items()}}
-        yield Figure(f"soak, {name}: answers that differ, of {len(plain.answers)}", others, "", 0.0, detail)
+        yield Figure(f"soak, {name}: answers that differ, of {len(plain.answers)}", wrong, "", 0.0, detail)
         shared = (side.held["server 2, idle"].shared - plain.held["server 2, at once"].shared) * (1 << 20) / CAPACITY
         yield Figure(f"soak, {name}: idle shared memory, to the store's capacity", shared, "", 1.0 + GOAL)
 
 
-def _write_adapter() -> None:
-    heads = KV_HEADS * HEAD
+def _write_adapter(directory: Path, seed: int) -> None:
+    targets = ("q_proj", "k_proj", "v_proj")
     shapes = {
         f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": shape
         for layer in range(LAYERS)
-        for name in ("q_proj", "k_proj", "v_proj")
-        for part, shape in (("A", (RANK, LLAMA["hidden_size"])), ("B", (heads, RANK)))
+        for name in targets
+        for part, shape in (("A", (RANK, LLAMA["hidden_size"])), ("B", (KV_HEADS * HEAD, RANK)))
     }
-    ADAPTER.mkdir(parents=True, exist_ok=True)
-    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["q_proj", "k_proj", "v_proj"]}
-    (ADAPTER / "adapter_config.json").write_text(json.dumps({**about, "bias": "none"}), encoding="utf-8")
-    weights = random_weights(shapes, random.Random(1))  # noqa: S311 - weights, no secrets
-    (ADAPTER / "adapter_model.safetensors").write_bytes(weights)
+    directory.mkdir(parents=True, exist_ok=True)
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": targets, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    weights = random_weights(shapes, random.Random(seed))  # noqa: S311 - weights, no secrets
+    (directory / "adapter_model.safetensors").write_bytes(weights)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -282,9 +285,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipelines", nargs="*", default=PIPELINES)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {REQUESTS} requests by default")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="in each round")
+    parser.add_argument("--adapters", action="store_true", help="all requests use one of two LoRA adapters")
     parser.add_argument("--idle", type=float, default=IDLE, help="seconds before an idle server is looked at")
     options = parser.parse_args(arguments)
-    found = list(figures(options.release, options.pipelines, options.rounds, options.requests, options.idle))
+    asked = requests(options.rounds, options.requests, ADAPTERS if options.adapters else (SERVED,))
+    found = list(figures(options.release, asked, options.pipelines, options.idle))
     for figure in found:
         print(f"{figure.name}: {figure.value:.2f}, goal {figure.goal}: {'met' if figure.met else 'missed'}")
     return int(not all(figure.met for figure in found))

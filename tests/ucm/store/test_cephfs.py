@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
@@ -180,7 +181,7 @@ def test_deleting(shared: list[StoreConfig], other: ProcessPoolExecutor) -> None
             if left:
                 assert unfinished.exists(), "another host cannot see whether its writer lives"
             else:
-                until(lambda: not unfinished.exists())
+                until(partial(lambda path: not path.exists(), unfinished))
         most = ("--to", f"{10 * FILE}B")
         assert other.submit(store_command, "gc", "--yes", "--directory", there.directories[0], *most).result() == 0
         assert store.lookup(KEYS).count(True) == 10
