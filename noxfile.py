@@ -130,7 +130,7 @@ def e2e(session: nox.Session) -> None:
 
 @nox.session
 def shared(session: nox.Session) -> None:
-    """Share a store between two hosts on one CephFS, which runs here; root only, with Ceph's programs installed."""
+    """Share a store between two hosts, on a CephFS that runs here (as root, with Ceph installed) or given mounts."""
     install(session, "test")
     session.run("pytest", "tests/ucm/store/test_cephfs.py", *session.posargs, env={"UCM_SHARED": "1"})
 

@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "tests/ucm/store/line.py": ({"sleeps"}, "asyncio.sleep on an event loop whose time is the simulated clock's"),
     "tests/ucm/store/remote_blocks.py": ({"polls", "sleeps"}, _SERVER),
     "tests/ucm/store/servers.py": ({"polls", "sleeps"}, _SERVER),
-    "tests/ucm/store/test_cephfs.py": ({"polls", "sleeps"}, _SERVER),
+    "tests/ucm/store/test_cephfs.py": ({"polls", "sleeps", "waits natively"}, _SERVER),
     "tests/ucm/store/test_mooncake.py": ({"polls"}, _SERVER),
     "tests/ucm/store/test_redis.py": ({"polls", "sleeps", "waits natively"}, _SERVER),
     "tests/ucm/test_clock.py": ({"sleeps", "waits natively"}, "tests the clocks against the library's threads"),

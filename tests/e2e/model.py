@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tests.e2e.shared import locked, publish
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 VOCABULARY = 512
@@ -54,7 +55,7 @@ def write_model(directory: Path) -> Path:
                 write_tokenizer(directory, VOCABULARY)
                 (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
                 draft = directory / "draft"
-                draft.write_bytes(_safetensors(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
+                draft.write_bytes(random_weights(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
                 publish(draft, weights)
     return directory
 
@@ -101,7 +102,8 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _safetensors(shapes: dict[str, tuple[int, ...]], source: random.Random) -> bytes:
+def random_weights(shapes: Mapping[str, tuple[int, ...]], source: random.Random) -> bytes:
+    """Return a safetensors file of float32 weights, drawn in order; vectors are ones."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     values = array.array("f")
     for name, shape in shapes.items():

@@ -37,6 +37,8 @@ PHASES = ("boundary", "chunked", "document", "base")
 STORE: dict[str, Any] = {"lookup_cache_seconds": 0}
 #: Seconds within which a healthy server answers on a busy machine.
 LONG = 60.0
+#: Seconds for which a failed server is not asked.
+REST = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +261,23 @@ def lent_memory(directory: Path) -> tuple[MooncakeServer, dict[str, Any], Callab
     return server, {"address": server.address}, count
 
 
+def clients(directory: Path, client: str) -> str:
+    """Return a path of a client of servers, which the environment lacks; that of the tests fits its interpreter."""
+    directory.mkdir()
+    origin = Path(import_module(client).__path__[0])
+    for found in (origin, *origin.parent.glob(f"{client}_*.libs")):
+        (directory / found.name).symlink_to(found)
+    return str(directory)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a server."""
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "client", "serve"),
     [("Redis", "redis", redis_values), ("S3", "obstore", bucket), ("Mooncake", "mooncake", lent_memory)],
@@ -274,11 +293,7 @@ def test_a_server_below_memory_and_disk(
 ) -> None:
     """An engine on another machine loads from the server what the first one saved; if it is frozen, it computes."""
     server, options, count = serve(tmp_path)
-    # The environment has no client of servers; that of the tests is pure Python, or for the same interpreter.
-    (tmp_path / "clients").mkdir()
-    origin = Path(import_module(client).__path__[0])
-    for found in (origin, *origin.parent.glob(f"{client}_*.libs")):
-        (tmp_path / "clients" / found.name).symlink_to(found)
+    path = clients(tmp_path / "clients", client)
 
     def on(machine: str, **limits: float) -> PrefixEngine:
         store = {
@@ -288,16 +303,12 @@ def test_a_server_below_memory_and_disk(
             "tiers": {name: {**options, "timeout": LONG, "transfer_timeout": LONG, **limits}},
         }
         (tmp_path / machine / "kv").mkdir(parents=True)
-        path = str(tmp_path / "clients")
         return start(prefix_runs, tmp_path / machine / "engine", store, path, staging_deadline=LONG)
 
     try:
         with on("one") as engine:
             check(engine, known, loaded=False)
-            deadline = time.monotonic() + LONG
-            while count() < len(computed_blocks(known)):
-                assert time.monotonic() < deadline, engine.counters()
-                time.sleep(0.1)
+            until(lambda: count() >= len(computed_blocks(known)))
         with on("another") as engine:
             check(engine, known, loaded=True)
             assert loaded_from(engine, name.lower()) > 0
@@ -308,5 +319,51 @@ def test_a_server_below_memory_and_disk(
             answers = engine.generate(requests_of(known))
             assert [answer.tokens for answer in answers] == [tokens for phase in known for tokens in phase.tokens]
             assert not any(answer.cached for answer in answers)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(("name", "client", "serve"), [("Redis", "redis", redis_values), ("S3", "obstore", bucket)])
+def test_a_server_is_killed_beside_requests_and_comes_back(
+    prefix_runs: PrefixRuns,
+    known: list[Played],
+    tmp_path: Path,
+    name: str,
+    client: str,
+    serve: Callable[[Path], tuple[RedisServer | S3Server, dict[str, Any], Callable[[], int]]],
+) -> None:
+    """Answers stay the same throughout; after a rest, the same engine saves and loads again."""
+    server, options, count = serve(tmp_path)
+    store = {
+        "pipeline": name,
+        "tiers": {name: {**options, "timeout": LONG, "transfer_timeout": LONG}},
+        "rest_seconds": REST,
+    }
+    requests, tokens = requests_of(known), [tokens for phase in known for tokens in phase.tokens]
+    whole = [(len(request["prompt"]) - 1) // BLOCK * BLOCK for request in requests]
+    path, read = clients(tmp_path / "clients", client), f"ucm:tier_load_bytes_total{{tier={name.lower()}}}"
+    try:
+        with start(prefix_runs, tmp_path / "engine", store, path, staging_deadline=LONG) as engine:
+            check(engine, known, loaded=False, rows=range(len(requests) // 2))
+            until(lambda: count() > 0)
+            assert engine.reset()
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(engine.generate, requests)
+                server.kill()
+                assert [answer.tokens for answer in asked.result()] == tokens
+            assert engine.reset()
+            assert [answer.tokens for answer in engine.generate(requests)] == tokens
+            server.start()
+            before = engine.counters().get(read, 0)
+
+            def all_is_loaded() -> bool:
+                assert engine.reset()
+                answers = engine.generate(requests)
+                assert [answer.tokens for answer in answers] == tokens
+                return [answer.cached for answer in answers] == whole
+
+            until(all_is_loaded)
+            assert engine.counters()[read] > before
+            assert count() >= len(computed_blocks(known))
     finally:
         server.kill()

@@ -162,6 +162,19 @@ class StoreConfig:
         """The names in the pipeline, fastest first."""
         return pipeline_parts(self.pipeline)
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The most bytes that all tiers together may use; None if one of them has no limit in bytes."""
+        memory = self.dram_capacity_bytes
+        limits = {"Posix": self.posix_capacity_bytes, "Dram": memory, "Cache": memory}
+        found = 0
+        for part in self.parts:
+            limit = limits.get(part)
+            if limit is None:
+                return None
+            found += limit
+        return found
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         """Return the names of the options, in order."""

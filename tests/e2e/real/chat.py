@@ -105,6 +105,11 @@ class Server:
     def __init__(self, command: str, port: int, log: Path, variables: Mapping[str, str] | None = None) -> None:
         self._command, self._port, self._log, self._variables = command, port, log, variables
 
+    @property
+    def pid(self) -> int:
+        """The server's process id, which is also its processes' group."""
+        return self._process.pid
+
     def ask(self, body: Mapping[str, Any], show: Callable[[str], object] = len) -> Reply:
         """Return the answer to a chat request.
 

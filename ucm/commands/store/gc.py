@@ -32,12 +32,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
+    from ucm.store.base import BlockKey
     from ucm.store.inspection import StoredBlock
     from ucm.store.posix.layout import Layout
 
     Tallies: TypeAlias = "Mapping[tuple[Directory, str, str], Tally]"
+    Order: TypeAlias = tuple[int, int]
 
 LEFT_BEHIND, DAMAGED, BLOCK = "left behind", "damaged", "block"
+#: No block is before the one, and all are before the other.
+_NONE, _ALL = (0, 0), (1 << 63, 0)
+#: How many of the last bytes of a key, which are a hash, order blocks that were used at the same time.
+_OF_KEY = 8
 
 
 @dataclass(slots=True)
@@ -59,12 +65,12 @@ class Plan:
 
     Args:
         chosen: The namespaces, each in its directory.
-        until: Blocks last used before this time are deleted, in seconds since the epoch.
+        until: Blocks before this one in the order of deletion are deleted; see `_order`.
         drop: Whether the namespaces are deleted completely.
     """
 
     chosen: Sequence[tuple[Directory, Layout]]
-    until: float
+    until: Order
     drop: bool
     tallies: dict[tuple[Directory, str, str], Tally] = field(default_factory=dict)
 
@@ -94,17 +100,17 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
         OSError: A directory cannot be listed.
     """
     chosen = places.chosen()
-    until = float("inf") if options.all else _until(chosen, options.older_than, options.to)
+    until = _ALL if options.all else _until(chosen, options.older_than, options.to)
     found = Plan(chosen, until, drop=options.all)
     for directory, layout in chosen:
         for kind, files in _beside(layout, places.config.stale_seconds, drop=found.drop).items():
             for path, nbytes in files:
                 del path
                 found.tally(directory, layout, kind).add(nbytes)
-        if until > 0 and not layout.is_abandoned:
+        if until > _NONE and not layout.is_abandoned:
             for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
                 step()
-                if block.used < until:
+                if _order(block.used_ns, block.key) < until:
                     found.tally(directory, layout, BLOCK).add(block.nbytes)
     return found
 
@@ -124,7 +130,7 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
             for path, nbytes in files:
                 if _delete(path, outcome):
                     done.tally(directory, layout, kind).add(nbytes)
-        if found.until > 0 and not layout.is_abandoned:
+        if found.until > _NONE and not layout.is_abandoned:
             for block in _deleted(directory, layout, found.until, outcome, step):
                 done.tally(directory, layout, BLOCK).add(block.nbytes)
         remove_empty(layout)
@@ -133,26 +139,33 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
     return outcome
 
 
-def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None, to: int | None) -> float:
-    """Return the time before which blocks to delete were last used; 0 if none are deleted."""
-    until = 0.0 if older_than is None else time.time() - older_than
+def _order(used_ns: int, key: BlockKey) -> Order:
+    """Return where a block comes in the order of deletion: by its time of last use, which many blocks may share."""
+    return used_ns, int.from_bytes(key[-_OF_KEY:], "big")
+
+
+def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None, to: int | None) -> Order:
+    """Return the first block in the order of deletion that stays."""
+    until = _NONE if older_than is None else (int((time.time() - older_than) * 1e9), 0)
     if to is None:
         return until
-    uses, sizes = array("d"), array("q")
+    uses, keys, sizes = array("q"), array("Q"), array("q")
     for directory, layout in chosen:
         if directory.offloaded or layout.is_abandoned:
             continue
         for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-            uses.append(block.used)
+            used, of_key = _order(block.used_ns, block.key)
+            uses.append(used)
+            keys.append(of_key)
             sizes.append(block.nbytes)
-    order = np.argsort(np.frombuffer(uses))
-    # The bytes kept if all blocks used before a block are deleted, for each block.
+    order = np.lexsort((np.frombuffer(keys, dtype=np.uint64), np.frombuffer(uses, dtype=np.int64)))
+    # The bytes kept if all blocks before a block are deleted, for each block.
     kept = np.cumsum(np.frombuffer(sizes, dtype=np.int64)[order][::-1])[::-1]
     too_many = int(np.count_nonzero(kept > to))
     if not too_many:
         return until
-    last = uses[order[too_many - 1]]
-    return max(until, float(np.nextafter(last, np.inf)))
+    last = order[too_many - 1]
+    return max(until, (uses[last], keys[last] + 1))
 
 
 def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, list[tuple[str, int]]]:
@@ -181,24 +194,25 @@ def _delete(path: str, outcome: Outcome) -> bool:
 
 
 def _deleted(
-    directory: Directory, layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]
+    directory: Directory, layout: Layout, until: Order, outcome: Outcome, step: Callable[[], object]
 ) -> Iterator[StoredBlock]:
     """Delete old blocks."""
     in_use = layout.is_private
     for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
         step()
-        if block.used < until and in_use:
+        goes = _order(block.used_ns, block.key) < until
+        if goes and in_use:
             outcome.spared += 1
-        elif block.used < until and _delete_block(block, until, outcome):
+        elif goes and _delete_block(block, until, outcome):
             yield block
 
 
-def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
+def _delete_block(block: StoredBlock, until: Order, outcome: Outcome) -> bool:
     if block.slot is not None:
         return delete_slot(*block.slot, block.key)
     with suppress(FileNotFoundError):
         status = status_of(block.path)
-        if status.st_mtime_ns / 1e9 < until:
+        if _order(status.st_mtime_ns, block.key) < until:
             return _delete(block.path, outcome)
         outcome.spared += 1
     return False

@@ -105,6 +105,16 @@ def test_blocks_go_on_demand(
     assert sum(one["bytes"] for one in wet.data["deleted"]) == gone * FILE
 
 
+def test_of_blocks_used_in_one_span_no_more_go_than_must(kept: Kept, ask: Callable[..., Answer]) -> None:
+    """Engines stamp all that they use within `touch_seconds` with one time."""
+    for path in (*(kept.path(BIG, number) for number in range(10)), *(kept.path(SMALL, number) for number in range(4))):
+        os.utime(path, (1000, 1000))
+    answer = ask("gc", "--json", "--directory", kept.root, "--to", f"{5 * FILE}B")
+    assert answer.code == 0
+    assert sum(one["count"] for one in answer.data["deleted"]) == 9
+    assert len(kept.blocks(BIG)) + len(kept.blocks(SMALL)) == 5
+
+
 def test_a_namespace_goes_altogether(kept: Kept, ask: Callable[..., Answer]) -> None:
     litter(kept)
     kept.side(BIG, "identity.json").write_text("{}", encoding="utf-8")

@@ -78,7 +78,7 @@ LAYERS = "{} layers in {} of {} tokens, {} bytes each"
 def create_slab(
     vllm_config: VllmConfig, settings: ConnectorConfig, groups: CacheGroups, ranks: int, *, clock: Clock = SYSTEM
 ) -> Slab:
-    """Create a slab that keeps memory for the longest request, before the engine serves any.
+    """Create a slab that keeps memory for the longest request that the store can hold, before the engine serves any.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -89,9 +89,9 @@ def create_slab(
     """
     parts = {group.index: len(rank_tags(vllm_config, group.index, spec=group.spec)) for group in groups.groups}
     longest = groups.staged_bytes(vllm_config.model_config.max_model_len, parts)
-    config = settings.store.as_store_config()
-    if config.parts == ["Posix"] and config.posix_capacity_bytes is not None:
-        longest = min(longest, config.posix_capacity_bytes)
+    capacity = settings.store.as_store_config().capacity_bytes
+    if capacity is not None:
+        longest = min(longest, capacity)
     return Slab(settings.staging or default_bytes(), ranks, longest, clock=clock)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
@@ -12,6 +14,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, write_model
+from tests.ucm.store.conftest import SHARED_MEMORY
 from tests.ucm.store.frozen import FrozenDirectory
 from tests.ucm.store.keys import key_file, secret
 from ucm.clock import SYSTEM
@@ -31,7 +34,7 @@ from ucm.store.factory import open_store
 from ucm.store.memory.slab import PAGE, SlabReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from ucm.clock import Clock
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
     from ucm.testing.clock import SimulatedClock
+
+
+#: The KV of the longest request on two ranks, in bytes.
+LONGEST = 2 * 4096 // 16 * 1024
 
 
 class Base:
@@ -81,16 +88,16 @@ def create(  # noqa: PLR0913 - what tests vary
     stuck_seconds: float = 10.0,
     ranks: int = 1,
     key: str | None = None,
-    capacity: str | None = None,
+    store: Mapping[str, Any] | None = None,
     chunk_tokens: int = 0,
 ) -> SchedulerSide:
     """Create the scheduler side."""
-    store = {"directories": str(directory / "store"), "stuck_seconds": stuck_seconds}
+    stored: dict[str, Any] = {"stuck_seconds": stuck_seconds, **(store or {})}
+    if "Posix" in stored.get("pipeline", "Posix"):
+        stored["directories"] = str(directory / "store")
     if key is not None:
-        store["authentication_key_file"] = key
-    if capacity is not None:
-        store["posix_capacity"] = capacity
-    extra = {"store": store, "connector": connector, "metrics": False, "chunk_tokens": chunk_tokens}
+        stored["authentication_key_file"] = key
+    extra = {"store": stored, "connector": connector, "metrics": False, "chunk_tokens": chunk_tokens}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.scheduler_config = SimpleNamespace(async_scheduling=asynchronous)
     engine.parallel_config.tensor_parallel_size = ranks
@@ -523,13 +530,32 @@ def test_stores_that_take_long_to_open_keep_no_request_waiting(
     reader.close()
 
 
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A directory in a tmpfs."""
+    parent = mkdtemp(dir=SHARED_MEMORY)
+    yield f"{parent}/tier"
+    shutil.rmtree(parent)
+
+
 @pytest.mark.usefixtures("later")
-@pytest.mark.parametrize(("capacity", "pages"), [(None, 2 * 4096 // 16 * 1024 // PAGE), ("64KiB", (64 << 10) // PAGE)])
+@pytest.mark.parametrize(
+    ("store", "pages"),
+    [
+        ({}, LONGEST // PAGE),
+        ({"posix_capacity": "64KiB"}, 16),
+        ({"pipeline": "Dram", "dram_capacity": "64KiB"}, 16),
+        ({"pipeline": "Cache|Posix", "dram_capacity": "64KiB", "posix_capacity": "128KiB"}, 48),
+        ({"pipeline": "Cache|Posix", "dram_capacity": "64KiB"}, LONGEST // PAGE),
+    ],
+)
 def test_memory_for_the_longest_request_is_there_before_the_first(
-    clock: SimulatedClock, tmp_path: Path, capacity: str | None, pages: int
+    clock: SimulatedClock, tmp_path: Path, memory: str, store: dict[str, str], pages: int
 ) -> None:
     """But not for more than the store holds."""
-    side = create(clock, write_model(tmp_path / "model"), tmp_path, ranks=2, capacity=capacity)
+    if "dram_capacity" in store:
+        store = {**store, "dram_directory": memory}
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, ranks=2, store=store)
     address = side.plan(STEP).slab
     assert address is not None
     assert os.fstat(address.descriptor).st_blocks * 512 // PAGE == pages + 3  # and one of the address, two of records
