@@ -127,7 +127,8 @@ def describe_engine(
 ) -> EngineFacts:
     """Start vLLM's engine core without weights, ask the connector, and shut it down.
 
-    An engine of several ranks is described by one of a single rank: both have the same keys, and the same groups.
+    An engine of several ranks is described by one of a single rank, whose KV-cache groups are then divided as vLLM's
+    layers divide their heads.
 
     Args:
         model: The model's directory.
@@ -156,7 +157,7 @@ def describe_engine(
         one = _of_one_rank(config, model, extra_config, engine_args or {})
     core = _started(one)
     try:
-        return _facts(core, config, kind)
+        return _facts(core, one, kind) if one is config else _facts_of_ranks(core, config, kind)
     finally:
         core.shutdown()
         _forget_worker_connector()
@@ -171,13 +172,23 @@ def _of_one_rank(config: Any, model: Path, extra_config: Mapping[str, Any], engi
     kept = {name: value for name, value in engine_args.items() if name not in _OF_RANKS}
     one = _engine_config(model, extra_config, kept)
     sizes = Parallelism.of(config)
-    if sizes.dcp * sizes.pcp > 1 or one.cache_config.block_size != config.cache_config.block_size:
+    if sizes.pp * sizes.dcp * sizes.pcp > 1 or one.cache_config.block_size != config.cache_config.block_size:
         raise UcmError(
-            "the tokens of a block depend on the ranks of this engine (context parallelism, or recurrent layers)",
+            "what a rank of this engine stores is not known without it: it has pipeline or context parallelism, or "
+            "recurrent layers",
             where="engine arguments",
-            fix="none is known: the blocks of such an engine cannot be found without it",
+            fix="none is known; engines with tensor parallelism alone are served",
         )
     return one
+
+
+def _of_each(spec: Any, sizes: Parallelism) -> Any:
+    """Return the ``KVCacheSpec`` of each of several ranks, given that of one rank alone."""
+    inner = optional(spec, "kv_cache_specs")
+    if inner is not None:
+        return dataclasses.replace(spec, kv_cache_specs={name: _of_each(one, sizes) for name, one in inner.items()})
+    heads = optional(spec, "num_kv_heads")
+    return spec if heads is None else dataclasses.replace(spec, num_kv_heads=max(1, heads // sizes.tp))
 
 
 def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
@@ -304,6 +315,32 @@ def _facts(core: Any, config: Any, device: str) -> EngineFacts:
     keys = scheduler_side._keys  # noqa: SLF001
     new_request = _request_factory(optional(core, "request_block_hasher"))
     return EngineFacts(namespace, device, stored, EngineHasher(keys, new_request))
+
+
+def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
+    """Return what the scheduler's side of a connector says in an engine of several ranks, which is not started."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - ucm imports without vLLM
+        KVConnectorRole,
+    )
+
+    sizes, of_one = Parallelism.of(config), core.scheduler.kv_cache_config
+    groups = [
+        dataclasses.replace(group, kv_cache_spec=_of_each(group.kv_cache_spec, sizes))
+        for group in of_one.kv_cache_groups
+    ]
+    divided = dataclasses.replace(of_one, kv_cache_groups=groups)
+    connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, divided)
+    try:
+        scheduler_side = connector._scheduler  # noqa: SLF001 - see above
+        namespace = _namespace_of(scheduler_side)
+        stored = []
+        for one in _facts(core, core.vllm_config, device).stored:
+            ranks = [f"{namespace}/{tag}" for tag in rank_tags(config, one.group.index, spec=one.group.spec)]
+            stored.append(dataclasses.replace(one, namespace=ranks[0], ranks=tuple(ranks)))
+        new_request = _request_factory(optional(core, "request_block_hasher"))
+        return EngineFacts(namespace, device, tuple(stored), EngineHasher(scheduler_side._keys, new_request))  # noqa: SLF001
+    finally:
+        connector.shutdown()
 
 
 def _namespace_of(scheduler_side: Any) -> str:
