@@ -23,10 +23,10 @@ from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES, write_miniatu
 from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources import local
 from transforms.pipeline.sources.cache import Cache
-from transforms.pipeline.sources.index import Archive, Index
+from transforms.pipeline.sources.index import Index
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
-from transforms.pipeline.sources.tree import SourceError
+from transforms.pipeline.sources.tree import Archive, SourceError
 from transforms.pipeline.sources.wheel import open_wheel
 
 if TYPE_CHECKING:
