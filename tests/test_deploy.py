@@ -70,7 +70,7 @@ def size(text: str) -> int:
 
 @pytest.fixture
 def kubernetes() -> Any:
-    """The validator; its import compiles grammars for seconds, which every test process would do to collect this file."""
+    """The validator, whose import takes seconds, which every test process would need to collect this file."""
     import kubernetes_validate  # noqa: PLC0415
 
     return kubernetes_validate

@@ -29,7 +29,6 @@ from transforms.pipeline.rebindings import fates, pair
 from transforms.pipeline.review.model import make_review
 from transforms.pipeline.review.page import write_review
 from transforms.pipeline.rewrite import rewrite
-from transforms.pipeline.sources.index import Index
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.surroundings import surroundings
 from transforms.pipeline.trial import check_answered, check_cases
@@ -181,6 +180,8 @@ def published(product: Product) -> list[str]:
     Raises:
         SourceError: If no index can be reached.
     """
+    from transforms.pipeline.sources.index import Index  # noqa: PLC0415 - as in `open_sources`
+
     return [one for one in Index(package=product.package).releases()[::-1] if Version(one) >= Version(FIRST)]
 
 

@@ -21,12 +21,12 @@ from tests.transforms.pipeline.package_index import PackageIndex, make_sdist, ma
 from tests.ucm.overlay.environment import Environment
 from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES, write_miniature
 from transforms.pipeline.rewrite import rewrite
-from transforms.pipeline.sources import local
+from transforms.pipeline.sources import local, pip_config
 from transforms.pipeline.sources.cache import Cache
-from transforms.pipeline.sources.index import Archive, Index
+from transforms.pipeline.sources.index import Index
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
-from transforms.pipeline.sources.tree import SourceError
+from transforms.pipeline.sources.tree import Archive, SourceError
 from transforms.pipeline.sources.wheel import open_wheel
 
 if TYPE_CHECKING:
@@ -74,9 +74,17 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return give
 
 
+def answered(python: str, arguments: tuple[str, ...], heeded: tuple[tuple[str, str], ...]) -> str:
+    """Answer as `pip config list` does where only variables are set; the tests of pip's settings ask pip itself."""
+    assert arguments == ("config", "list")
+    given = [(name.removeprefix("PIP_"), value) for name, value in heeded if name.startswith("PIP_")]
+    return "".join(f":env:.{name.lower().replace('_', '-')}={value!r}\n" for name, value in given)
+
+
 @pytest.fixture
-def index(pip: Callable[..., None]) -> Iterator[PackageIndex]:
+def index(pip: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageIndex]:
     """An index with one wheel, which pip is configured to use."""
+    monkeypatch.setattr(pip_config, "_asked", answered)
     with PackageIndex({wheel_name(): WHEEL}) as served:
         pip(index_url=served.url)
         yield served

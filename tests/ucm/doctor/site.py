@@ -191,11 +191,9 @@ class Site:
         shutil.copytree(self.root, root, symlinks=True, copy_function=os.link)
         return Site(root)
 
-    def doctor(
-        self, *arguments: str, flags: tuple[str, ...] = (), program: tuple[str, str] = ("-m", "ucm"), **environ: str
-    ) -> Answer:
+    def doctor(self, *arguments: str, flags: tuple[str, ...] = (), **environ: str) -> Answer:
         """Run the doctor in an empty directory, without UCM variables in the environment."""
-        command = [str(self.python), *flags, *program, "doctor", *arguments]
+        command = [str(self.python), *flags, "-m", "ucm", "doctor", *arguments]
         away = ("UCM_", "VLLM_", "PYTHON", "UNIFIED_", "NO_COLOR")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(away)}
         elsewhere = self.root / "elsewhere"

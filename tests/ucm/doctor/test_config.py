@@ -16,7 +16,7 @@ from tests.ucm.doctor.site import ROOT
 from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
 from tests.ucm.store.keys import key_file, secret
 from ucm.config.settings import BlendSettings
-from ucm.doctor.config_checks import check_config
+from ucm.doctor.config_checks import check_config, check_model
 from ucm.doctor.findings import Status
 from ucm.sparse.factory import METHODS, method_class
 from ucm.store.authentication import Authenticator
@@ -352,7 +352,6 @@ def test_a_method_that_does_not_serve_latent_attention(complete: Site, tmp_path:
     assert "only BlockTopK (GSAOnDevice) serves latent attention (MLA)" in answer.out
 
 
-@pytest.mark.parametrize("method", ["", "ucm_sparse_config: {BlockTopK: {}}"], ids=["no method", "a method"])
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -363,19 +362,22 @@ def test_a_method_that_does_not_serve_latent_attention(complete: Site, tmp_path:
     ],
     ids=["none", "cut off", "a list", "not UTF-8"],
 )
-def test_a_directory_without_a_readable_model(
-    complete: Site, tmp_path: Path, method: str, content: str | None, why: str
-) -> None:
-    file = write(tmp_path, f"store: {{pipeline: Empty}}\n{method}\n")
-    model = tmp_path / "model"
+def test_a_model_that_cannot_be_read(tmp_path: Path, content: str | None, why: str) -> None:
     if content is not None:
-        model.mkdir()
-        (model / "config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
-    answer = complete.doctor("--json", "--config", str(file), "--model", str(model))
+        (tmp_path / "config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    found, text = check_model(tmp_path)
+    assert (found.check, found.status, text) == ("model", Status.ERROR, {})
+    assert found.what.startswith(f"{tmp_path}/config.json {why}")
+    assert found.todo == ("give --model the directory of a model, with its config.json",)
+
+
+@pytest.mark.parametrize("method", ["", "ucm_sparse_config: {BlockTopK: {}}"], ids=["no method", "a method"])
+def test_a_directory_without_a_readable_model(complete: Site, tmp_path: Path, method: str) -> None:
+    file = write(tmp_path, f"store: {{pipeline: Empty}}\n{method}\n")
+    answer = complete.doctor("--json", "--config", str(file), "--model", str(tmp_path / "model"))
     found = answer.finding("model")
     assert (answer.code, answer.err, found["status"]) == (1, "", "error")
-    assert found["what"].startswith(f"{model}/config.json {why}")
-    assert found["todo"] == ["give --model the directory of a model, with its config.json"]
+    assert found["what"].startswith(f"{tmp_path}/model/config.json cannot be read: No such file or directory")
     assert answer.data["verdict"].endswith("at import. The model cannot be used.")
 
 

@@ -89,9 +89,9 @@ def test_the_engine_fails(site: Site) -> None:
     assert "  | RuntimeError: the engine is out of order" in text
 
 
-#: The command, in a process in which the time of an engine is over as soon as it hangs.
+#: The command that stands after `-m ucm`, in a process in which the time of an engine is over as soon as it hangs.
 TIME_IS_OVER = """
-import os, subprocess
+import os, subprocess, sys
 from ucm.cli import main
 
 class Process(subprocess.Popen):
@@ -102,15 +102,16 @@ class Process(subprocess.Popen):
         raise subprocess.TimeoutExpired(self.args, timeout)
 
 subprocess.Popen = Process
-raise SystemExit(main())
+raise SystemExit(main(sys.argv[3:]))
 """
 
 
 def test_the_engine_hangs(site: Site, tmp_path: Path) -> None:
     pipe = tmp_path / "hangs"
     os.mkfifo(pipe)
-    faults = {"FAKE_ENGINE": "hang", "FAKE_ENGINE_HANGS": str(pipe)}
-    answer = site.doctor("--run", "--json", "--timeout", "15", program=("-c", TIME_IS_OVER), **faults)
+    program = ("-c", TIME_IS_OVER)
+    arguments = ("--run", "--json", "--timeout", "15")
+    answer = site.doctor(*arguments, flags=program, FAKE_ENGINE="hang", FAKE_ENGINE_HANGS=str(pipe))
     assert answer.code == 1, answer.err
     run = answer.data["run"]
     assert (run["outcome"], run["tail"]) == ("timed out", ["about to hang"])

@@ -15,9 +15,9 @@ from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import ODD, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from ucm.store.base import KVStore
+    from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
 
 NAMESPACE = "n"
@@ -48,24 +48,38 @@ def store(config: StoreConfig) -> Iterator[KVStore]:
 
 
 def is_refused(store: KVStore, path: Path, damaged: bytes) -> None:
+    are_refused(store, {KEY: (path, damaged)})
+
+
+def are_refused(store: KVStore, damaged: Mapping[BlockKey, tuple[Path, bytes]]) -> None:
     before = store.stats()["posix"].quarantined_blocks
-    path.write_bytes(damaged)
-    assert store.lookup([KEY]) == [True]
-    loaded, failed = fetch(store, [KEY], ODD)
+    for path, data in damaged.values():
+        path.write_bytes(data)
+    assert store.lookup(list(damaged)) == [True] * len(damaged)
+    loaded, failed = fetch(store, list(damaged), ODD)
     assert loaded == {}
-    assert isinstance(failed[KEY], BlockCorruptError | BlockForeignError)
-    assert failed[KEY].where == str(path)
-    assert not path.exists()
-    assert store.lookup([KEY]) == [False]
-    assert store.stats()["posix"].quarantined_blocks == before + 1
+    for block, (path, _) in damaged.items():
+        assert isinstance(failed[block], BlockCorruptError | BlockForeignError)
+        assert failed[block].where == str(path)
+        assert not path.exists()
+    assert store.lookup(list(damaged)) == [False] * len(damaged)
+    assert store.stats()["posix"].quarantined_blocks == before + len(damaged)
 
 
-def test_every_byte_of_the_header(store: KVStore, path: Path) -> None:
-    good = path.read_bytes()
-    for index in range(HEADER):
-        is_refused(store, path, good[:index] + bytes([good[index] ^ 0x10]) + good[index + 1 :])
-    path.write_bytes(good)
-    assert fetch(store, [KEY], ODD)[0] == {KEY: content(KEY, ODD)}
+def test_every_byte_of_the_header(store: KVStore, layout: Layout) -> None:
+    """One byte of each of many blocks at a time."""
+    keys = [key(number) for number in range(64)]
+    save(store, keys, ODD)
+    paths = {block: Path(layout.block(block)) for block in keys}
+    good = {block: path.read_bytes() for block, path in paths.items()}
+    for start in range(0, HEADER, len(keys)):
+        damaged = {}
+        for index, (block, data) in enumerate(good.items(), start):
+            damaged[block] = paths[block], data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
+        are_refused(store, damaged)
+    for block, data in good.items():
+        paths[block].write_bytes(data)
+    assert fetch(store, keys, ODD)[0] == {block: content(block, ODD) for block in keys}
 
 
 @pytest.mark.parametrize("config", ["none"], indirect=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import ssl
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx2
@@ -16,7 +15,7 @@ from unearth.collector import LinkCollectError
 from unearth.fetchers import PyPIClient
 
 from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
-from transforms.pipeline.sources.tree import SourceError
+from transforms.pipeline.sources.tree import Archive, SourceError, parse_release
 from transforms.registry import VLLM
 
 if TYPE_CHECKING:
@@ -28,23 +27,6 @@ if TYPE_CHECKING:
 CONFIGURED = "the index that `python -m pip config list` shows"
 # unearth warns of each place that lacks the project; our own error names these places if none has it.
 logging.getLogger("unearth").addHandler(logging.NullHandler())
-
-
-@dataclass(frozen=True)
-class Archive:
-    """One published file of a release.
-
-    Attributes:
-        filename: The name on the index.
-        url: The address, including the index's credentials if the operator configured any.
-        sha256: The hash given by the index; empty if it gives none.
-        is_wheel: Whether the file is a wheel rather than a source distribution.
-    """
-
-    filename: str
-    url: str
-    sha256: str
-    is_wheel: bool
 
 
 class Index:
@@ -147,21 +129,6 @@ class _Client(PyPIClient):
         if answer.is_error:
             self.problems.append(f"{place}: {answer.status_code} {answer.reason_phrase}")
         return answer
-
-
-def parse_release(release: str) -> Version:
-    """Parse a release's version.
-
-    Raises:
-        SourceError: The text is not a version.
-    """
-    try:
-        return Version(release)
-    except InvalidVersion:
-        raise SourceError(
-            f"{release!r} is not a release",
-            fix="name a version as the index does, for instance 0.32.0",
-        ) from None
 
 
 def _parses(version: str | None) -> bool:

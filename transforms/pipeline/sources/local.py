@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from packaging.version import InvalidVersion, Version
 
-from transforms.pipeline.sources.index import parse_release
-from transforms.pipeline.sources.tree import Artefact, SourceError, sha256
+from transforms.pipeline.sources.tree import Artefact, SourceError, parse_release, sha256
 from transforms.registry import VLLM
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ import requests
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from transforms.pipeline.sources.cache import Cache
-from transforms.pipeline.sources.index import Archive, Index, parse_release
 from transforms.pipeline.sources.local import agreed_release, open_directory, open_installed, open_sdist
 from transforms.pipeline.sources.session import open_session
-from transforms.pipeline.sources.tree import Artefact, SourceError, SourceTree, sha256
+from transforms.pipeline.sources.tree import Archive, Artefact, SourceError, SourceTree, parse_release, sha256
 from transforms.pipeline.sources.wheel import Place, WheelTree, read_record
 from transforms.registry import VLLM
 
@@ -62,6 +61,8 @@ def _open_cached(release: str, cache: Cache, package: Package) -> SourceTree | N
 
 
 def _open_published(release: str, cache: Cache, package: Package) -> SourceTree:
+    from transforms.pipeline.sources.index import Index  # noqa: PLC0415 - its import takes longer than a cached release
+
     index = Index(package=package)
     archive = index.archives(release)[0]
     known = {"filename": archive.filename, "sha256": archive.sha256}
@@ -83,6 +84,8 @@ def _wheel_tree(
 
 def _published_place(release: str, filename: str, package: Package) -> Place:
     """Find a partly cached wheel on the index."""
+    from transforms.pipeline.sources.index import Index  # noqa: PLC0415 - as above
+
     index = Index(package=package)
     for archive in index.archives(release):
         if archive.filename == filename:

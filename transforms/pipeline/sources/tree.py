@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from packaging.version import InvalidVersion, Version
+
 from transforms.engine.errors import OverlayError
 
 if TYPE_CHECKING:
@@ -16,6 +18,21 @@ if TYPE_CHECKING:
 
 class SourceError(OverlayError):
     """The sources of a release could not be found, read or trusted."""
+
+
+def parse_release(release: str) -> Version:
+    """Parse a release's version.
+
+    Raises:
+        SourceError: The text is not a version.
+    """
+    try:
+        return Version(release)
+    except InvalidVersion:
+        raise SourceError(
+            f"{release!r} is not a release",
+            fix="name a version as the index does, for instance 0.32.0",
+        ) from None
 
 
 def unreadable(path: str, error: BaseException) -> SourceError:
@@ -40,6 +57,23 @@ class Artefact:
     kind: str
     name: str
     sha256: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One published file of a release.
+
+    Attributes:
+        filename: The name on the index.
+        url: The address, including the index's credentials if the operator configured any.
+        sha256: The hash given by the index; empty if it gives none.
+        is_wheel: Whether the file is a wheel rather than a source distribution.
+    """
+
+    filename: str
+    url: str
+    sha256: str
+    is_wheel: bool
 
 
 class SourceTree(Protocol):

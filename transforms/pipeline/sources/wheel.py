@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from transforms.engine.registry import Package
     from transforms.pipeline.sources.cache import Cache
-    from transforms.pipeline.sources.index import Archive
     from transforms.pipeline.sources.pip_config import PipConfig
+    from transforms.pipeline.sources.tree import Archive
 
 
 #: The most bytes between two wanted members that are cheaper to read than to skip with another request.

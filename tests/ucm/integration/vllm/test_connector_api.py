@@ -147,9 +147,10 @@ def test_what_we_read_without_a_fallback_is_there(release: str, variable: str, p
     assert read <= vllm.attributes(release, path, name)
 
 
-def _read_of(variable: str) -> set[str]:
+@functools.cache
+def _read_of(variable: str) -> frozenset[str]:
     """Return the attributes that the connector's modules read from variables of this name, or from a state's."""
-    found = set()
+    found: set[str] = set()
     for file in (ROOM / "connector").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and re.fullmatch(
@@ -157,7 +158,7 @@ def _read_of(variable: str) -> set[str]:
             ):
                 found.add(node.attr)
     # Hashes are only read of a request that has them, see `has_hashes`.
-    return found - {"saves", "loads", "block_hashes"}
+    return frozenset(found - {"saves", "loads", "block_hashes"})
 
 
 @pytest.mark.parametrize("release", REVIEWED)
