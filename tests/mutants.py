@@ -3,18 +3,23 @@
 A mutant inserts `pass` in place of a call, None in place of a keyword's value, or a method that does nothing. By
 default, each rule of the newest reviewed release of each package is tried with its unit tests: its case of the form
 that this release has, and, for vLLM Ascend, the run of the function that it changes (`test_ascend_modules.py`).
-With `--engines`, the end-to-end test that it names runs instead, on an overlay with the mutant.
+With `--engines`, the end-to-end test that it names runs instead. All engines have one overlay, in which each rule
+inserts nothing in the processes whose environment names it: only the engine starts anew for each mutant.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib
 import io
 import os
 import re
 import subprocess
 import sys
+import textwrap
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +35,7 @@ from transforms.pipeline.product import parse, products
 from transforms.pipeline.results import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transforms.engine.edits import Edit
     from transforms.engine.rule import Rule
@@ -42,8 +47,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 CASES = "tests/transforms/test_cases.py::test_before_becomes_after"
 DRIVEN = "tests/transforms/test_ascend_modules.py::test_what_is_changed_runs_and_calls_its_hooks"
-#: The variable that names the mutant in the process of an end-to-end test, which loads this module as a plug-in.
-MUTANT = "UCM_MUTANT"
+#: The variable that is set in the process of an end-to-end test, which loads this module as a plug-in.
+SWITCHABLE = "UCM_SWITCHABLE_RULES"
+#: The variable that names the rule that inserts nothing; the engines of the tests get none that begins with `UCM_`.
+MUTANT = "RULE_THAT_INSERTS_NOTHING"
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,29 @@ def harmless(edit: Edit) -> Edit:
     raise TypeError(edit)
 
 
+def switchable(edit: Edit, rule: str) -> Edit:
+    """Return an edit whose insertion does nothing in a process with the variable that names its rule."""
+    wanted = f'__import__("os").environ.get({MUTANT!r}) != {rule!r}'
+    if isinstance(edit, Keyword):
+        return replace(edit, value=f"({edit.value}) if {wanted} else None")
+    if isinstance(edit, Method):
+        head, _, body = edit.code.partition("\n")
+        return replace(edit, code=f"{head}\n    if {wanted}:\n{textwrap.indent(body, '    ')}")
+    if isinstance(edit, Beside | AtStart | AtEnd | Field):
+        return replace(edit, code=f"if {wanted}:\n{textwrap.indent(edit.code, '    ')}")
+    raise TypeError(edit)
+
+
+def _change(rule: Rule, change: Callable[[Edit], Edit]) -> None:
+    """Change the edit of each form of a rule, which is frozen."""
+    object.__setattr__(rule, "variants", tuple(replace(form, edit=change(form.edit)) for form in rule.variants))
+
+
 @contextlib.contextmanager
 def mutated(rule: Rule) -> Iterator[None]:
     """Make a rule insert nothing, in all of its forms."""
     own = rule.variants
-    object.__setattr__(rule, "variants", tuple(replace(form, edit=harmless(form.edit)) for form in own))
+    _change(rule, harmless)
     try:
         yield
     finally:
@@ -181,32 +206,44 @@ def _without_results() -> None:
 
 
 def pytest_configure() -> None:
-    """Make the overlays of an end-to-end test with the mutant, which no lock has."""
-    wanted = os.environ.get(MUTANT)
-    if not wanted:
+    """Make the overlays of an end-to-end test with rules that can be switched off, which no lock has."""
+    if SWITCHABLE not in os.environ:
         return
-    (rule,) = (r for one in products() for t in one.transforms for r in t.rules if r.id == wanted)
-    mutated(rule).__enter__()
-    _without_results()
+    for rule in (rule for one in products() for transform in one.transforms for rule in transform.rules):
+        _change(rule, functools.partial(switchable, rule=rule.id))
 
     def unreviewed(overlay: Overlay, *_: object) -> Lock:
         return make_lock(overlay, 1)
 
     for module in ("transforms.pipeline.lock", "transforms.pipeline.build"):
-        setattr(sys.modules[module], "check_reviewed", unreviewed)  # noqa: B010
+        setattr(importlib.import_module(module), "check_reviewed", unreviewed)  # noqa: B010
 
 
-def _on_engines(one: Mutant) -> str:
-    """Run the end-to-end test of a rule on its mutant; return what is wrong, or nothing."""
-    test = one.transform.engine_test(one.rule.id)
-    if not test:
-        return f"{one.rule.id}: no engine: {one.transform.not_run}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "tests.mutants"]
-    environment = {**os.environ, "UCM_E2E": "1", "UCM_E2E_RELEASE": one.release, MUTANT: one.rule.id}
-    done = subprocess.run([*command, test], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
-    if done.returncode == 1 and re.search(r"\d failed|\d error", done.stdout):
-        return ""
-    return f"{one.rule.id}: {test} ends with {done.returncode}: {done.stdout[-200:]}"
+def on_engines(found: Sequence[Mutant]) -> list[str]:
+    """Return the mutants that the end-to-end test which their rule names does not notice."""
+    named = [(one, one.transform.engine_test(one.rule.id)) for one in found]
+    for release in dict.fromkeys(one.release for one, _ in named):
+        tests = sorted({test for one, test in named if one.release == release})
+        healthy = _run_engines(release, tests)
+        if healthy.returncode:
+            raise SystemExit(f"these tests fail without a mutant:\n{healthy.stdout[-2000:]}{healthy.stderr[-2000:]}")
+    survived = []
+    for one, test in named:
+        begin = time.monotonic()
+        done = _run_engines(one.release, [test], one.rule.id)
+        is_killed = done.returncode == 1 and re.search(r"\d failed|\d error", done.stdout)
+        told = f"{one.rule.id}: {test}"
+        print(f"{'killed' if is_killed else 'SURVIVED'} in {time.monotonic() - begin:.0f} s: {told}", flush=True)
+        if not is_killed:
+            survived.append(f"{told} ends with {done.returncode}: {done.stdout[-200:]}")
+    return survived
+
+
+def _run_engines(release: str, tests: Sequence[str], rule: str = "") -> subprocess.CompletedProcess[str]:
+    """Run end-to-end tests on the overlay whose rules can be switched off, and switch off one."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "tests.mutants", *tests]
+    environment = {**os.environ, "UCM_E2E_RELEASE": release, SWITCHABLE: "1", MUTANT: rule}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -218,8 +255,14 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     named = options.releases or [one.named(one.reviewed()[-1]) for one in products()]
     found = [one for name in named for one in mutants(*parse(name)) if not options.rule or one.rule.id in options.rule]
-    _without_results()
-    survived = [*filter(None, map(_on_engines, found))] if options.engines else survivors(found)
+    if options.engines:
+        for one in (one for one in found if one.transform.not_run):
+            print(f"no engine: {one.rule.id}: {one.transform.not_run}")
+        found = [one for one in found if not one.transform.not_run]
+        survived = on_engines(found)
+    else:
+        _without_results()
+        survived = survivors(found)
     for line in survived:
         print(f"survives: {line}")
     tests = sum(len(one.tests) for one in found)
