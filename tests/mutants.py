@@ -4,7 +4,7 @@ A mutant inserts `pass` in place of a call, None in place of a keyword's value, 
 default, each rule of the newest reviewed release of each package is tried with its unit tests: its case of the form
 that this release has, and, for vLLM Ascend, the run of the function that it changes (`test_ascend_modules.py`).
 With `--engines`, the end-to-end test that it names runs instead. All engines have one overlay, in which each rule
-inserts nothing in the processes whose environment names it: only the engine starts anew for each mutant.
+inserts nothing in the processes whose environment names it: only an engine starts anew for each mutant.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import io
-import os
-import re
-import subprocess
 import sys
 import textwrap
 import time
@@ -30,12 +26,13 @@ import pytest
 from transforms.engine.apply import apply_rule
 from transforms.engine.edits import AtEnd, AtStart, Beside
 from transforms.engine.members import Field, Keyword, Method
+from transforms.pipeline import build, lock
 from transforms.pipeline.lock import make_lock, read_lock
 from transforms.pipeline.product import parse, products
 from transforms.pipeline.results import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transforms.engine.edits import Edit
     from transforms.engine.rule import Rule
@@ -47,10 +44,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 CASES = "tests/transforms/test_cases.py::test_before_becomes_after"
 DRIVEN = "tests/transforms/test_ascend_modules.py::test_what_is_changed_runs_and_calls_its_hooks"
-#: The variable that is set in the process of an end-to-end test, which loads this module as a plug-in.
-SWITCHABLE = "UCM_SWITCHABLE_RULES"
-#: The variable that names the rule that inserts nothing; the engines of the tests get none that begins with `UCM_`.
+#: The variable that names the rule that inserts nothing in an engine. Those of UCM's own do not reach one.
 MUTANT = "RULE_THAT_INSERTS_NOTHING"
+#: The same for rules whose insertion runs when vLLM is imported, which most engines of the tests share.
+EARLY_MUTANT = f"{MUTANT}_AT_IMPORT"
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,14 @@ def harmless(edit: Edit) -> Edit:
     raise TypeError(edit)
 
 
+def variable(edit: Edit) -> str:
+    """Return the variable that switches an edit's insertion off."""
+    return EARLY_MUTANT if isinstance(edit, Field) else MUTANT
+
+
 def switchable(edit: Edit, rule: str) -> Edit:
     """Return an edit whose insertion does nothing in a process with the variable that names its rule."""
-    wanted = f'__import__("os").environ.get({MUTANT!r}) != {rule!r}'
+    wanted = f'__import__("os").environ.get({variable(edit)!r}) != {rule!r}'
     if isinstance(edit, Keyword):
         return replace(edit, value=f"({edit.value}) if {wanted} else None")
     if isinstance(edit, Method):
@@ -114,9 +116,9 @@ def mutated(rule: Rule) -> Iterator[None]:
 
 def mutants(product: Product, release: str) -> Iterator[Mutant]:
     """Yield the mutants of the rules that the reviewed overlay of a release has."""
-    lock = read_lock(release, product)
-    assert lock is not None, product.named(release)
-    inserted = {r["id"]: (m, r.get("variant", "")) for m in lock["modules"] for r in m["rules"]}
+    reviewed = read_lock(release, product)
+    assert reviewed is not None, product.named(release)
+    inserted = {r["id"]: (m, r.get("variant", "")) for m in reviewed["modules"] for r in m["rules"]}
     for transform in product.transforms:
         for rule in transform.rules:
             if rule.id in inserted:
@@ -205,52 +207,59 @@ def _without_results() -> None:
     setattr(Results, "keep", get)  # noqa: B010
 
 
-def pytest_configure() -> None:
-    """Make the overlays of an end-to-end test with rules that can be switched off, which no lock has."""
-    if SWITCHABLE not in os.environ:
-        return
+def switch_rules() -> None:
+    """Let this process build overlays whose rules can be switched off, and which no lock has."""
     for rule in (rule for one in products() for transform in one.transforms for rule in transform.rules):
         _change(rule, functools.partial(switchable, rule=rule.id))
 
     def unreviewed(overlay: Overlay, *_: object) -> Lock:
         return make_lock(overlay, 1)
 
-    for module in ("transforms.pipeline.lock", "transforms.pipeline.build"):
-        setattr(importlib.import_module(module), "check_reviewed", unreviewed)  # noqa: B010
+    for module in (lock, build):
+        setattr(module, "check_reviewed", unreviewed)  # noqa: B010 - a function, in a process of its own
 
 
 def on_engines(found: Sequence[Mutant]) -> list[str]:
     """Return the mutants that the end-to-end test which their rule names does not notice."""
-    named = [(one, one.transform.engine_test(one.rule.id)) for one in found]
-    for release in dict.fromkeys(one.release for one, _ in named):
-        tests = sorted({test for one, test in named if one.release == release})
-        healthy = _run_engines(release, tests)
-        if healthy.returncode:
-            raise SystemExit(f"these tests fail without a mutant:\n{healthy.stdout[-2000:]}{healthy.stderr[-2000:]}")
+    named = {one.rule.id: one.transform.engine_test(one.rule.id) for one in found}
+    variables = {one.rule.id: variable(one.rule.variants[0].edit) for one in found}
+    switch_rules()
     survived = []
-    for one, test in named:
-        begin = time.monotonic()
-        done = _run_engines(one.release, [test], one.rule.id)
-        is_killed = done.returncode == 1 and re.search(r"\d failed|\d error", done.stdout)
-        told = f"{one.rule.id}: {test}"
-        print(f"{'killed' if is_killed else 'SURVIVED'} in {time.monotonic() - begin:.0f} s: {told}", flush=True)
-        if not is_killed:
-            survived.append(f"{told} ends with {done.returncode}: {done.stdout[-200:]}")
+    for release in dict.fromkeys(one.release for one in found):
+        rules = [one.rule.id for one in found if one.release == release]
+        code, _, told = _engines_fail(release, sorted({named[rule] for rule in rules}))
+        if code:
+            raise SystemExit(f"these tests fail without a mutant:\n{told[-3000:]}")
+        for rule in rules:
+            code, seconds, told = _engines_fail(release, [named[rule]], {variables[rule]: rule})
+            is_killed = code == pytest.ExitCode.TESTS_FAILED
+            print(f"{'killed' if is_killed else 'SURVIVED'} in {seconds:.0f} s: {rule}: {named[rule]}", flush=True)
+            if not is_killed:
+                survived.append(f"{rule}: {named[rule]} ends with {code}: {told[-300:]}")
     return survived
 
 
-def _run_engines(release: str, tests: Sequence[str], rule: str = "") -> subprocess.CompletedProcess[str]:
-    """Run end-to-end tests on the overlay whose rules can be switched off, and switch off one."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "tests.mutants", *tests]
-    environment = {**os.environ, "UCM_E2E_RELEASE": release, SWITCHABLE: "1", MUTANT: rule}
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+def _engines_fail(
+    release: str, tests: Sequence[str], mutant: Mapping[str, str] | None = None
+) -> tuple[int, float, str]:
+    """Run end-to-end tests in this process, which keeps the overlays and the processes that have imported vLLM.
+
+    Returns:
+        pytest's exit code, the seconds, and what it printed.
+    """
+    begin, told = time.monotonic(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        for name, value in {"UCM_E2E_RELEASE": release, **(mutant or {})}.items():
+            patch.setenv(name, value)
+        code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests])
+    return int(code), time.monotonic() - begin, told.getvalue()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Try the mutants; return 1 if one survives."""
     parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="reviewed releases; default: the newest ones")
-    parser.add_argument("--engines", action="store_true", help="run end-to-end tests, minutes for each rule")
+    parser.add_argument("--engines", action="store_true", help="run end-to-end tests, up to a minute for each rule")
     parser.add_argument("--rule", action="append", default=[], metavar="ID", help="only this rule")
     options = parser.parse_args(arguments)
     named = options.releases or [one.named(one.reviewed()[-1]) for one in products()]

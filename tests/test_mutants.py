@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 import pytest
 
-from tests.mutants import MUTANT, ROOT, SWITCHABLE, mutants, mutated, switchable
+from tests.e2e.processes import LATE
+from tests.mutants import EARLY_MUTANT, MUTANT, ROOT, mutants, mutated, switchable, variable
 from transforms.engine.apply import apply_rule
 from transforms.engine.edits import after
 from transforms.engine.members import Field, Keyword, Method
@@ -56,11 +56,11 @@ def test_a_mutant_inserts_nothing_and_ends() -> None:
     assert apply_rule(cst.parse_module(case.before), freed, "", case.release)[0].code == case.after
 
 
-#: Prepares a process as pytest does, and prints what each case of a rule becomes in it.
+#: Prints what each case of a rule becomes.
 PREPARED = """\
 import libcst as cst
 from tests import mutants
-mutants.pytest_configure()
+mutants.switch_rules()
 for transform in mutants.products()[0].transforms:
     rules = {rule.id: rule for rule in transform.rules}
     for case in transform.cases:
@@ -70,10 +70,9 @@ for transform in mutants.products()[0].transforms:
 
 
 def test_the_rules_of_engines_can_be_switched_off() -> None:
-    """From when pytest loads the plug-in until its process ends, in which overlays are built."""
-    environment = {**os.environ, SWITCHABLE: "1"}
+    """Until the process ends that builds their overlays."""
     command = [sys.executable, "-c", PREPARED]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = [line.split() for line in done.stdout.splitlines()]
     assert {rule for rule, *_ in told} == {rule.id for one in products()[0].transforms for rule in one.rules}
@@ -116,6 +115,11 @@ EDITS: dict[str, tuple[Edit, str, Any, Any]] = {
 }
 
 
+def test_engines_share_an_import_of_vllm_unless_it_runs_the_mutant() -> None:
+    assert MUTANT in LATE
+    assert EARLY_MUTANT not in LATE
+
+
 @pytest.mark.parametrize("kind", EDITS)
 def test_what_is_switched_off_does_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     edit, scope, on, off = EDITS[kind]
@@ -123,7 +127,7 @@ def test_what_is_switched_off_does_nothing(monkeypatch: pytest.MonkeyPatch, kind
     made, found = apply_rule(cst.parse_module(SOURCE), switched, "", "1.0")
     assert found.status is Status.APPLIED
     for named, wanted in (("", on), ("a.other", on), (f"a.{kind}", off)):
-        monkeypatch.setenv(MUTANT, named)
+        monkeypatch.setenv(variable(edit), named)
         names: dict[str, Any] = {}
         exec(made.code, names)  # noqa: S102 - ours
         assert names["run"]() == wanted
