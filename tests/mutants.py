@@ -227,32 +227,36 @@ def on_engines(found: Sequence[Mutant]) -> list[str]:
     survived = []
     for release in dict.fromkeys(one.release for one in found):
         rules = [one.rule.id for one in found if one.release == release]
-        code, _, told = _engines_fail(release, sorted({named[rule] for rule in rules}))
-        if code:
+        is_broken, _, told = _engines_fail(release, sorted({named[rule] for rule in rules}))
+        if is_broken:
             raise SystemExit(f"these tests fail without a mutant:\n{told[-3000:]}")
         for rule in rules:
-            code, seconds, told = _engines_fail(release, [named[rule]], {variables[rule]: rule})
-            is_killed = code == pytest.ExitCode.TESTS_FAILED
+            is_killed, seconds, told = _engines_fail(release, [named[rule]], {variables[rule]: rule})
             print(f"{'killed' if is_killed else 'SURVIVED'} in {seconds:.0f} s: {rule}: {named[rule]}", flush=True)
             if not is_killed:
-                survived.append(f"{rule}: {named[rule]} ends with {code}: {told[-300:]}")
+                survived.append(f"{rule}: {named[rule]}: {told[-300:]}")
     return survived
 
 
 def _engines_fail(
     release: str, tests: Sequence[str], mutant: Mapping[str, str] | None = None
-) -> tuple[int, float, str]:
+) -> tuple[bool, float, str]:
     """Run end-to-end tests in this process, which keeps the overlays and the processes that have imported vLLM.
 
     Returns:
-        pytest's exit code, the seconds, and what it printed.
+        Whether one fails, the seconds, and what pytest printed.
+
+    Raises:
+        RuntimeError: If they could not be run.
     """
     begin, told = time.monotonic(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         for name, value in {"UCM_E2E_RELEASE": release, **(mutant or {})}.items():
             patch.setenv(name, value)
         code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests])
-    return int(code), time.monotonic() - begin, told.getvalue()
+    if code not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        raise RuntimeError(f"not run: {', '.join(tests)}: {told.getvalue()[-3000:]}")
+    return code == pytest.ExitCode.TESTS_FAILED, time.monotonic() - begin, told.getvalue()
 
 
 def main(arguments: Sequence[str]) -> int:
