@@ -3,18 +3,19 @@
 A mutant inserts `pass` in place of a call, None in place of a keyword's value, or a method that does nothing. By
 default, each rule of the newest reviewed release of each package is tried with its unit tests: its case of the form
 that this release has, and, for vLLM Ascend, the run of the function that it changes (`test_ascend_modules.py`).
-With `--engines`, the end-to-end test that it names runs instead, on an overlay with the mutant.
+With `--engines`, the end-to-end test that it names runs instead. All engines have one overlay, in which each rule
+inserts nothing in the processes whose environment names it: only an engine starts anew for each mutant.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
-import os
-import re
-import subprocess
 import sys
+import textwrap
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,13 @@ import pytest
 from transforms.engine.apply import apply_rule
 from transforms.engine.edits import AtEnd, AtStart, Beside
 from transforms.engine.members import Field, Keyword, Method
+from transforms.pipeline import build, lock
 from transforms.pipeline.lock import make_lock, read_lock
 from transforms.pipeline.product import parse, products
 from transforms.pipeline.results import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transforms.engine.edits import Edit
     from transforms.engine.rule import Rule
@@ -42,8 +44,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 CASES = "tests/transforms/test_cases.py::test_before_becomes_after"
 DRIVEN = "tests/transforms/test_ascend_modules.py::test_what_is_changed_runs_and_calls_its_hooks"
-#: The variable that names the mutant in the process of an end-to-end test, which loads this module as a plug-in.
-MUTANT = "UCM_MUTANT"
+#: The variable that names the rule that inserts nothing in an engine. Those of UCM's own do not reach one.
+MUTANT = "RULE_THAT_INSERTS_NOTHING"
+#: The same for rules whose insertion runs when vLLM is imported, which most engines of the tests share.
+EARLY_MUTANT = f"{MUTANT}_AT_IMPORT"
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,34 @@ def harmless(edit: Edit) -> Edit:
     raise TypeError(edit)
 
 
+def variable(edit: Edit) -> str:
+    """Return the variable that switches an edit's insertion off."""
+    return EARLY_MUTANT if isinstance(edit, Field) else MUTANT
+
+
+def switchable(edit: Edit, rule: str) -> Edit:
+    """Return an edit whose insertion does nothing in a process with the variable that names its rule."""
+    wanted = f'__import__("os").environ.get({variable(edit)!r}) != {rule!r}'
+    if isinstance(edit, Keyword):
+        return replace(edit, value=f"({edit.value}) if {wanted} else None")
+    if isinstance(edit, Method):
+        head, _, body = edit.code.partition("\n")
+        return replace(edit, code=f"{head}\n    if {wanted}:\n{textwrap.indent(body, '    ')}")
+    if isinstance(edit, Beside | AtStart | AtEnd | Field):
+        return replace(edit, code=f"if {wanted}:\n{textwrap.indent(edit.code, '    ')}")
+    raise TypeError(edit)
+
+
+def _change(rule: Rule, change: Callable[[Edit], Edit]) -> None:
+    """Change the edit of each form of a rule, which is frozen."""
+    object.__setattr__(rule, "variants", tuple(replace(form, edit=change(form.edit)) for form in rule.variants))
+
+
 @contextlib.contextmanager
 def mutated(rule: Rule) -> Iterator[None]:
     """Make a rule insert nothing, in all of its forms."""
     own = rule.variants
-    object.__setattr__(rule, "variants", tuple(replace(form, edit=harmless(form.edit)) for form in own))
+    _change(rule, harmless)
     try:
         yield
     finally:
@@ -89,9 +116,9 @@ def mutated(rule: Rule) -> Iterator[None]:
 
 def mutants(product: Product, release: str) -> Iterator[Mutant]:
     """Yield the mutants of the rules that the reviewed overlay of a release has."""
-    lock = read_lock(release, product)
-    assert lock is not None, product.named(release)
-    inserted = {r["id"]: (m, r.get("variant", "")) for m in lock["modules"] for r in m["rules"]}
+    reviewed = read_lock(release, product)
+    assert reviewed is not None, product.named(release)
+    inserted = {r["id"]: (m, r.get("variant", "")) for m in reviewed["modules"] for r in m["rules"]}
     for transform in product.transforms:
         for rule in transform.rules:
             if rule.id in inserted:
@@ -180,46 +207,75 @@ def _without_results() -> None:
     setattr(Results, "keep", get)  # noqa: B010
 
 
-def pytest_configure() -> None:
-    """Make the overlays of an end-to-end test with the mutant, which no lock has."""
-    wanted = os.environ.get(MUTANT)
-    if not wanted:
-        return
-    (rule,) = (r for one in products() for t in one.transforms for r in t.rules if r.id == wanted)
-    mutated(rule).__enter__()
-    _without_results()
+def switch_rules() -> None:
+    """Let this process build overlays whose rules can be switched off, and which no lock has."""
+    for rule in (rule for one in products() for transform in one.transforms for rule in transform.rules):
+        _change(rule, functools.partial(switchable, rule=rule.id))
 
     def unreviewed(overlay: Overlay, *_: object) -> Lock:
         return make_lock(overlay, 1)
 
-    for module in ("transforms.pipeline.lock", "transforms.pipeline.build"):
-        setattr(sys.modules[module], "check_reviewed", unreviewed)  # noqa: B010
+    for module in (lock, build):
+        setattr(module, "check_reviewed", unreviewed)  # noqa: B010 - a function, in a process of its own
 
 
-def _on_engines(one: Mutant) -> str:
-    """Run the end-to-end test of a rule on its mutant; return what is wrong, or nothing."""
-    test = one.transform.engine_test(one.rule.id)
-    if not test:
-        return f"{one.rule.id}: no engine: {one.transform.not_run}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "tests.mutants"]
-    environment = {**os.environ, "UCM_E2E": "1", "UCM_E2E_RELEASE": one.release, MUTANT: one.rule.id}
-    done = subprocess.run([*command, test], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
-    if done.returncode == 1 and re.search(r"\d failed|\d error", done.stdout):
-        return ""
-    return f"{one.rule.id}: {test} ends with {done.returncode}: {done.stdout[-200:]}"
+def on_engines(found: Sequence[Mutant]) -> list[str]:
+    """Return the mutants that the end-to-end test which their rule names does not notice."""
+    named = {one.rule.id: one.transform.engine_test(one.rule.id) for one in found}
+    variables = {one.rule.id: variable(one.rule.variants[0].edit) for one in found}
+    switch_rules()
+    survived = []
+    for release in dict.fromkeys(one.release for one in found):
+        rules = [one.rule.id for one in found if one.release == release]
+        is_broken, _, told = _engines_fail(release, sorted({named[rule] for rule in rules}))
+        if is_broken:
+            raise SystemExit(f"these tests fail without a mutant:\n{told[-3000:]}")
+        for rule in rules:
+            is_killed, seconds, told = _engines_fail(release, [named[rule]], {variables[rule]: rule})
+            print(f"{'killed' if is_killed else 'SURVIVED'} in {seconds:.0f} s: {rule}: {named[rule]}", flush=True)
+            if not is_killed:
+                survived.append(f"{rule}: {named[rule]}: {told[-300:]}")
+    return survived
+
+
+def _engines_fail(
+    release: str, tests: Sequence[str], mutant: Mapping[str, str] | None = None
+) -> tuple[bool, float, str]:
+    """Run end-to-end tests in this process, which keeps the overlays and the processes that have imported vLLM.
+
+    Returns:
+        Whether one fails, the seconds, and what pytest printed.
+
+    Raises:
+        RuntimeError: If they could not be run.
+    """
+    begin, told = time.monotonic(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        for name, value in {"UCM_E2E_RELEASE": release, **(mutant or {})}.items():
+            patch.setenv(name, value)
+        code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests])
+    if code not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        raise RuntimeError(f"not run: {', '.join(tests)}: {told.getvalue()[-3000:]}")
+    return code == pytest.ExitCode.TESTS_FAILED, time.monotonic() - begin, told.getvalue()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Try the mutants; return 1 if one survives."""
     parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="reviewed releases; default: the newest ones")
-    parser.add_argument("--engines", action="store_true", help="run end-to-end tests, minutes for each rule")
+    parser.add_argument("--engines", action="store_true", help="run end-to-end tests, up to a minute for each rule")
     parser.add_argument("--rule", action="append", default=[], metavar="ID", help="only this rule")
     options = parser.parse_args(arguments)
     named = options.releases or [one.named(one.reviewed()[-1]) for one in products()]
     found = [one for name in named for one in mutants(*parse(name)) if not options.rule or one.rule.id in options.rule]
-    _without_results()
-    survived = [*filter(None, map(_on_engines, found))] if options.engines else survivors(found)
+    if options.engines:
+        for one in (one for one in found if one.transform.not_run):
+            print(f"no engine: {one.rule.id}: {one.transform.not_run}")
+        found = [one for one in found if not one.transform.not_run]
+        survived = on_engines(found)
+    else:
+        _without_results()
+        survived = survivors(found)
     for line in survived:
         print(f"survives: {line}")
     tests = sum(len(one.tests) for one in found)

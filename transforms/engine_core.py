@@ -119,5 +119,5 @@ TRANSFORM = Transform(
         ),
     ),
     cases=cases_beside(__file__, "engine_core"),
-    engine_tests=(EngineTest("tests/e2e/test_doctor.py"),),
+    engine_tests=(EngineTest("tests/e2e/test_doctor.py::test_every_expected_hook_fired"),),
 )

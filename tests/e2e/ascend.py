@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.e2e.environment import Environment, beside, build_wheels, install_needs
 from tests.e2e.install_vllm import ENVIRONMENTS
 from tests.examples import EXAMPLES, registry_of
+from tests.moved import moved
 from transforms.ascend.registry import REGISTRY, VLLM_ASCEND
 from transforms.pipeline.build import build_overlay, make_overlay
 from transforms.pipeline.lock import check_reviewed
@@ -25,6 +26,8 @@ from transforms.registry import REGISTRY as VLLM_REGISTRY
 STAND_IN = Path(__file__).parent / "inside" / "torch_npu"
 #: The file that its setup writes, for a given device.
 BUILD_INFO = "__device_type__ = 'A2'\n"
+#: The content of a moved patch.
+MOVED = "# moved to examples/ascend_patches\n"
 ASCEND = compose(REGISTRY)
 #: The packages that it imports besides vLLM and what that needs on a CPU; the last belongs to the torch of 0.23.0.
 NEEDS = ("pandas", "scipy", "torchvision==0.26.0")
@@ -41,12 +44,18 @@ def as_published(release: str) -> Environment:
 
 
 def with_patches(release: str) -> Environment:
-    """Return the same with a vLLM overlay that has UCM's rules and then those of the example `ascend_patches`."""
+    """Return the same with a vLLM overlay that has UCM's rules and then those of the example `ascend_patches`.
+
+    The patches that the example has moved are empty files, which vLLM Ascend still imports.
+    """
     overlay = make_overlay(release, product=compose(VLLM_REGISTRY, registry_of("ascend_patches")))
     out = BUILD / "e2e" / f"ascend-patches-{release}"
     built = build_package(overlay, check_reviewed(overlay), out).wheel
     wheels = [built, build_runtime(out), build_wheel(EXAMPLES / "ascend_patches", out), _wheel(release)]
-    return _with_ascend(release, "ascend-patches", wheels)
+    made = _with_ascend(release, "ascend-patches", wheels)
+    for one in moved(release):
+        (made.site / one.path).write_text(MOVED, encoding="utf-8")
+    return made
 
 
 def _wheel(release: str) -> Path:

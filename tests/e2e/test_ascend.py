@@ -7,6 +7,7 @@ for the CPU; the other tests have vLLM Ascend's whole platform, with torch in th
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -21,9 +22,12 @@ from tests.e2e.model import LAYERS, VOCABULARY
 from tests.e2e.prefix_engine import connector, posix
 from tests.e2e.processes import IN_PROCESS
 from tests.e2e.tests_inside import run_inside
+from tests.moved import moved
 from ucm.sparse.probe import METADATA_RECEIVED, read_reports
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.e2e.environment import Environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.older]
@@ -198,6 +202,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 INSIDE = Path(__file__).parent / "inside"
 PLUG_IN = "npu_on_cpu"
+#: The plug-in that tells of attributes, and the variable that names these.
+WATCH, WATCH_VARIABLE = "rebound", "UCM_E2E_ATTRIBUTES"
 #: vLLM Ascend's own entry points, besides its platform's, which the plug-in names.
 ENTRY_POINTS = f"""\
 [vllm.platform_plugins]
@@ -217,23 +223,27 @@ def run_with(
     of_ascend: bool,
     batches: dict[str, Any] | None = None,
     switches: dict[str, str] | None = None,
+    attributes: Sequence[str] = (),
     code: int = 0,
 ) -> Run:
-    """Run an engine on vLLM Ascend's platform, or on vLLM's own for the CPU."""
+    """Run an engine on vLLM Ascend's platform, or on vLLM's own for the CPU; its processes may tell of attributes."""
     plug_in = directory / "plugin"
+    known = {WATCH_VARIABLE: json.dumps(attributes)} if attributes else {}
     if of_ascend:
         about = plug_in / f"{PLUG_IN}-0.dist-info"
         about.mkdir(parents=True)
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUG_IN}\nVersion: 0\n", encoding="utf-8")
-        (about / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
-        shutil.copy(INSIDE / f"{PLUG_IN}.py", plug_in)
+        watched = f"{WATCH} = {WATCH}:start\n" * bool(attributes)
+        (about / "entry_points.txt").write_text(ENTRY_POINTS + watched, encoding="utf-8")
+        for name in (PLUG_IN, WATCH):
+            shutil.copy(INSIDE / f"{name}.py", plug_in)
     else:
         directory.mkdir(parents=True)
     done = run_engine(
         environment,
         directory,
         engine={**BLOCK, **engine},
-        switches={**IN_PROCESS, **(switches or {})},
+        switches={**IN_PROCESS, **known, **(switches or {})},
         batches=batches or lengths(),
         forked=False,
     )
@@ -372,6 +382,9 @@ def patches(ascend: Environment) -> Environment:
     return with_patches(ascend.release)
 
 
+MEASURES = "Running startup profiling with real model forward"
+
+
 def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Environment, tmp_path: Path) -> None:
     """A run-time patch would have to be applied in that process, too; a CPU worker cannot measure anything then."""
     (tmp_path / "plugin").mkdir()
@@ -387,7 +400,7 @@ def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Envir
         forked=False,
     )
     assert done.code == 0, done.log[-3000:]
-    told = [line for line in done.log.splitlines() if "Running startup profiling with real model forward" in line]
+    told = [line for line in done.log.splitlines() if MEASURES in line]
     assert len(told) == 1
     assert "EngineCore" in told[0]
 
@@ -451,3 +464,102 @@ for mode in ("none", "align"):
     assert done.returncode == 0, done.stderr[-3000:]
     none, none_loaded, aligned, aligned_loaded = map(int, done.stdout.split()[-4:])
     assert (none_loaded, aligned_loaded) == (none + 1, aligned + 1)
+
+
+#: vLLM's own processes beside the first, each started anew; with the last, workers may have children.
+IN_FOUR_PROCESSES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "EXPERT_MAP_RECORD": "true",
+}
+#: Two stages, which the scheduler that measures its chunks demands; grammars need a tokenizer.
+STAGED: dict[str, Any] = {
+    "additional_config": {"profiling_chunk_config": {"enabled": True}},
+    "pipeline_parallel_size": 2,
+    "skip_tokenizer_init": False,
+}
+#: A patch replaces it only while it checks a model.
+WHILE_IT_CHECKS = "vllm.platforms.current_platform.verify_quantization"
+#: The hooks of the example that each kind of process calls.
+CALLED = {
+    "MainProcess": {"on_npu", "v2_runner_is_chosen", "quantization", "expand_collectives", "keep_backend"},
+    "EngineCore": {
+        *("on_npu", "v2_runner_is_chosen", "recheck", "engine_core_started", "let_have_children"),
+        "keep_grammar_backend",
+    },
+    "VllmWorker": {"on_npu", "v2_runner_is_chosen", "recheck", "has_latent_attention"},
+}
+
+
+def grammars() -> dict[str, Any]:
+    """A request whose grammar xgrammar compiles, and one whose grammar it cannot, which one engine may not mix."""
+    params = {"max_tokens": 4, "temperature": 0.0}
+    kinds: dict[str, dict[str, Any]] = {
+        "grammar": {"choice": ["w10w11", "w12w13"]},
+        "another": {"json": {"type": "integer", "multipleOf": 3}},
+    }
+    return {
+        name: [[{"prompt": [5, 6, 7], "params": {**params, "structured_outputs": kind}, "may_be_refused": True}]]
+        for name, kind in kinds.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def engines_of_patches(
+    ascend: Environment, patches: Environment, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
+    """The same engine with vLLM Ascend's patches, and with the overlay in the place of those that were moved."""
+    directory, names = tmp_path_factory.mktemp("patches"), [one.name for one in moved(RELEASE)]
+    return {
+        name: run_with(
+            environment,
+            directory / name,
+            STAGED,
+            of_ascend=True,
+            batches={**lengths(), **grammars()},
+            switches=IN_FOUR_PROCESSES,
+            attributes=names,
+        )
+        for name, environment in (("patched", ascend), ("moved", patches))
+    }
+
+
+def of_process(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [report for report in run.reports if report["process"].partition("-")[0] == kind]
+
+
+def test_the_tokens_are_those_of_the_patches(engines_of_patches: dict[str, Run]) -> None:
+    tokens = {name: run.tokens for name, run in engines_of_patches.items()}
+    assert tokens["moved"] == tokens["patched"]
+    assert len(tokens["moved"]["grammar"]) == 1
+    refused = {name: [bool(of["refused"]) for of in run.phases.values()] for name, run in engines_of_patches.items()}
+    assert refused["moved"] == refused["patched"] == [False] * 4 + [True]
+
+
+def test_no_process_has_a_moved_patch(engines_of_patches: dict[str, Run]) -> None:
+    """Patched, each attribute has its patch's code in some process; moved, none has in any."""
+    of_patches = {one.name: one.path for one in moved(RELEASE)}
+    rebound = {
+        name: {
+            attribute
+            for report in run.reports
+            for attribute, files in report["files"].items()
+            if any(file.endswith(of_patches[attribute]) for file in files)
+        }
+        for name, run in engines_of_patches.items()
+    }
+    assert rebound == {"patched": set(of_patches) - {WHILE_IT_CHECKS}, "moved": set()}
+    for run in engines_of_patches.values():
+        assert [len(of_process(run, kind)) for kind in CALLED] == [1, 1, 2]
+        assert set().union(*(report["files"] for report in run.reports)) == set(of_patches)
+
+
+def test_each_process_runs_the_overlay(engines_of_patches: dict[str, Run]) -> None:
+    for kind, hooks in CALLED.items():
+        for report in of_process(engines_of_patches["moved"], kind):
+            assert set(report["calls"]) == hooks
+    for run in engines_of_patches.values():
+        told = [line for line in run.log.splitlines() if MEASURES in line]
+        assert len(told) == 1
+        assert "EngineCore" in told[0]
+        assert not any(report["daemon"] for report in of_process(run, "VllmWorker"))

@@ -20,7 +20,6 @@ import runpy
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 from unittest.mock import MagicMock
@@ -29,20 +28,18 @@ import pydantic.dataclasses
 import pytest
 
 from tests.examples import EXAMPLES, registry_of
+from tests.moved import PAGE, RELEASES, moved, rebound, rows
 from transforms.ascend.registry import VLLM_ASCEND
 from transforms.pipeline.product import compose
 from transforms.pipeline.rebindings import pair
 from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.open import open_sources
-from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Node = TypeVar("Node", bound=ast.stmt)
 
-#: Releases of vLLM Ascend; the paired vLLM releases have the example's overlays.
-RELEASES = ("0.23.0", "0.24.0rc1", "0.30.0rc1")
 SINCE_24 = RELEASES[1:]
 SINCE_30 = RELEASES[2:]
 EXAMPLE = compose(registry_of("ascend_patches"))
@@ -698,34 +695,14 @@ class Process:
         self.started.append(self.daemon)
 
 
-def rebound(release: str) -> list[tuple[str, str, str]]:
-    """Return the patch, the attribute and the kind of all that a release rebinds, from the page that lists it."""
-    page = (ROOT / "docs" / "ascend_rebindings.md").read_text(encoding="utf-8")
-    (section,) = (one for one in page.split("\n## ") if one.partition("\n")[0] == release)
-    found = [
-        (path, name, kind) for name, kind, path in re.findall(r"^\| `(\S+)` \| (\w+) \| `(\S+)`", section, re.MULTILINE)
-    ]
-    for path, attributes in re.findall(r"^- `(\S+)`: (.*)$", section, re.MULTILINE):
-        found += [(path, name, kind) for name, kind in re.findall(r"`(\S+)` \((\w+)\)", attributes)]
-    return [(Path(path).stem, name, kind) for path, name, kind in found]
-
-
 def test_the_page_lists_what_the_releases_rebind() -> None:
     """Its table of patches names attributes that are rebound, and its table of kinds counts them."""
-    page = (ROOT / "docs" / "ascend_patches.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(patch_\w+)` \| (.*?) \| (\S+), (\S+) \|", page, re.MULTILINE)
-    attributes = [
-        (patch, name, since, until) for patch, names, since, until in rows for name in re.findall(r"`(\S+)`", names)
-    ]
-    assert f"has\n{len(attributes)} of them" in page
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"has\n{len(rows())} of them" in page
     assert f"of the {len(EXAMPLE.transforms)} transforms" in page
     for column, release in enumerate(RELEASES):
-        known, counts = rebound(release), Counter[str]()
-        for patch, name, since, until in attributes:
-            if RELEASES.index(since) <= column <= RELEASES.index(until):
-                (kind,) = {kind for by, of, kind in known if by == patch and of.endswith(f".{name}")}
-                counts[kind] += 1
-        for kind, total in Counter(kind for *_, kind in known).items():
+        counts = Counter(one.kind for one in moved(release))
+        for kind, total in Counter(one.kind for one in rebound(release)).items():
             (told_of,) = re.findall(rf"^\| {kind} \| (.*) \|$", page, re.MULTILINE)
             assert told_of.split(" | ")[column] == f"{counts[kind]} of {total}", (release, kind)
         diff = EXAMPLE.directory(pair(release)) / "changes.diff"

@@ -189,6 +189,7 @@ def register() -> str:
     torch_npu.npu_rms_norm = norm
     torch_npu.npu_add_rms_norm = add_norm
     torch_npu.npu_swiglu = lambda of: torch.nn.functional.silu(of.chunk(2, -1)[0]) * of.chunk(2, -1)[1]
+    torch.accelerator.synchronize = lambda *_: None  # torch may have been built for another device
     torch.Tensor.npu = torch.Tensor.pin_memory = lambda self, *_: self  # there is no device to copy to
     torch.library.Library.impl = on_cpu(torch.library.Library.impl)
     torch.distributed.Backend.register_backend("hccl", torch.distributed.ProcessGroupGloo, devices=["cpu"])

@@ -34,6 +34,8 @@ def _report_when_asked() -> None:
         "finder_first": type(sys.meta_path[0]).__module__,
         "modules": modules,
     }
+    if also := sys.modules.get("rebound"):
+        report |= also.told()
     draft = directory / f"{os.getpid()}.part"
     draft.write_text(json.dumps(report), encoding="utf-8")
     draft.rename(directory / f"{os.getpid()}.json")
