@@ -45,7 +45,7 @@ def test_a_router_prefetches_and_drops(
         wait_for_blocks(tmp_path / "store", BLOCKS)
     shutil.rmtree(memory / "store")  # as if the host had been restarted
     arguments = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
-    command = ["store", "serve", "--config", config, "--model", MODEL, "--listen", f"unix:{path}"]
+    command: list[str | Path] = ["store", "serve", "--config", config, "--model", MODEL, "--listen", f"unix:{path}"]
     server = subprocess.Popen(
         [environment.python, "-m", "ucm", *command, "--engine-args", json.dumps(arguments)],
         env=variables(tmp_path, {"PYTHONPATH": ""}),
