@@ -119,5 +119,18 @@ TRANSFORM = Transform(
         ),
     ),
     cases=cases_beside(__file__, "engine_core"),
-    engine_tests=(EngineTest("tests/e2e/test_doctor.py::test_every_expected_hook_fired"),),
+    engine_tests=(
+        EngineTest(
+            "tests/e2e/test_several_engines.py::test_an_engine_whose_worker_does_not_run_its_half_is_refused",
+            ("engine_core.started",),
+        ),
+        EngineTest(
+            "tests/e2e/test_sparse_block_topk.py::test_summaries_are_allocated_at_the_start_from_the_kv_caches_memory",
+            ("engine_core.memory",),
+        ),
+        EngineTest(
+            "tests/e2e/test_sparse_sharing.py::test_engines_with_other_settings_find_nothing_and_answer_as_alone",
+            ("engine_core.block-hashes",),
+        ),
+    ),
 )
