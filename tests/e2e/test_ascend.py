@@ -114,10 +114,10 @@ def test_the_schedulers_are_imported_from_the_overlay(ascend: Environment, tmp_p
     assert origins == wanted
 
 
-def requests() -> dict[str, Any]:
+def requests(prompt: int = PROMPT) -> dict[str, Any]:
     source = random.Random(1)  # noqa: S311 - prompts, no secrets
     params = {"max_tokens": ANSWER, "temperature": 0.0, "ignore_eos": True}
-    prompts = [[source.randrange(3, VOCABULARY) for _ in range(PROMPT)] for _ in range(REQUESTS)]
+    prompts = [[source.randrange(3, VOCABULARY) for _ in range(prompt)] for _ in range(REQUESTS)]
     return {"crowd": [[{"prompt": prompt, "params": params} for prompt in prompts]]}
 
 
@@ -175,9 +175,12 @@ def test_no_block_is_lost_under_a_scheduler(engines: Engines, tmp_path: Path) ->
 
 @pytest.mark.parametrize("scheduler", ["RecomputeScheduler", "DraftsRecomputeScheduler", "BalanceScheduler"])
 def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Path, scheduler: str) -> None:
-    """A request that was preempted while it generated recomputes its answer token by token."""
+    """A request that was preempted while it generated recomputes its answer token by token.
+
+    It is preempted with five blocks; of four, ESA reads all, so that an answer may be recomputed in one step.
+    """
     engines = Engines(ascend, scheduler)
-    batches = requests()
+    batches = requests(100)
     one_by_one = {"alone": [[request] for request in batches["crowd"][0]]}
     roomy = engines.run(tmp_path / "roomy", ESA, one_by_one, {**SCARCE, "num_gpu_blocks_override": 60})
     tight = engines.run(tmp_path / "tight", ESA, batches, SCARCE)

@@ -310,7 +310,7 @@ TRANSFORMS = (
         more=_recompute_rules(),
         opt_in=("ascend.recompute_scheduler.request-added",),
         engine_tests=(
-            EngineTest(PREEMPTED_ESA, ("ascend.recompute_scheduler.waiting-tokens",)),
+            EngineTest(f"{PREEMPTED_ESA}[RecomputeScheduler]", ("ascend.recompute_scheduler.waiting-tokens",)),
             EngineTest(
                 f"{PREEMPTED_ESA}[DraftsRecomputeScheduler]", ("ascend.recompute_scheduler.waiting-tokens-of-drafts",)
             ),
@@ -336,7 +336,7 @@ TRANSFORMS = (
         "BalanceScheduler",
         BALANCE,
         Absent(Releases(before="0.13.0rc1"), "the scheduler that balances between ranks does not exist yet"),
-        engine_tests=(EngineTest(PREEMPTED_ESA, ("ascend.balance_scheduler.waiting-tokens",)),),
+        engine_tests=(EngineTest(f"{PREEMPTED_ESA}[BalanceScheduler]", ("ascend.balance_scheduler.waiting-tokens",)),),
     ),
     _scheduler(
         "ascend.kv_delivery_scheduler",
