@@ -16,11 +16,20 @@ import libcst as cst
 
 from transforms.engine.flow import leaves
 from transforms.engine.members import Field
-from transforms.engine.tree import Path, Step, code_fields, enclosing_statement, get, insert_statements, replace
+from transforms.engine.tree import (
+    Path,
+    children,
+    code_fields,
+    code_nodes,
+    enclosing_statement,
+    get,
+    insert_statements,
+    replace,
+)
 from transforms.pipeline.product import products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from transforms.engine.rule import Rule, Variant
 
@@ -165,7 +174,7 @@ def sites(module: cst.Module) -> list[Site]:
         path, node = waiting.pop()
         found.append((path, node))
         if not isinstance(node, cst.FormattedString):
-            waiting += [((*path, step), child) for step, child in _below(node)][::-1]
+            waiting += [((*path, step), child) for step, child in children(node, code_fields)][::-1]
     return found
 
 
@@ -243,27 +252,6 @@ def _renamed(node: cst.CSTNode, name: str) -> cst.CSTNode:
     return node.with_changes(**changes) if changes else node
 
 
-def _below(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
-    """Yield a node's direct children that are not only layout."""
-    for name in code_fields(type(node)):
-        value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            yield (name, None), value
-        elif isinstance(value, tuple | list):
-            for index, item in enumerate(value):
-                if isinstance(item, cst.CSTNode):
-                    yield (name, index), item
-
-
-def _nodes(root: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and all its descendants that are not only layout."""
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += [child for _, child in _below(node)]
-
-
 @functools.cache
 def words() -> frozenset[str]:
     """Return the names in the code and the anchors of all rules."""
@@ -273,7 +261,7 @@ def words() -> frozenset[str]:
 
 
 def _unrelated_locals(function: cst.FunctionDef) -> set[str]:
-    nodes = list(_nodes(function))
+    nodes = list(code_nodes(function))
     bound = {t.target.value for t in nodes if isinstance(t, cst.AssignTarget) and isinstance(t.target, cst.Name)}
     taken = {p.name.value for p in nodes if isinstance(p, cst.Param)}
     declared = {i.name.value for s in nodes if isinstance(s, cst.Global | cst.Nonlocal) for i in s.names}

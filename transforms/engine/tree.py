@@ -32,9 +32,16 @@ Block: TypeAlias = cst.Module | cst.IndentedBlock
 _Linked: TypeAlias = tuple[tuple[Any, str, int | None] | None, cst.CSTNode]
 
 
-def children(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
-    """Yield a node's direct children with the step to each, in source order."""
-    for name in _fields(type(node)):
+@functools.cache
+def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def children(
+    node: cst.CSTNode, fields: Callable[[type[cst.CSTNode]], Iterable[str]] = _fields
+) -> Iterator[tuple[Step, cst.CSTNode]]:
+    """Yield a node's direct children, or those in some fields, with the step to each, in source order."""
+    for name in fields(type(node)):
         value = getattr(node, name)
         if isinstance(value, cst.CSTNode):
             yield (name, None), value
@@ -42,11 +49,6 @@ def children(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
             for index, item in enumerate(value):
                 if isinstance(item, cst.CSTNode):
                     yield (name, index), item
-
-
-@functools.cache
-def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def walk(node: cst.CSTNode, path: Path = ()) -> Iterator[tuple[Path, cst.CSTNode]]:
@@ -74,6 +76,11 @@ def _block_fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
 def statement_nodes(root: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield the statements, small statements and blocks at or below one, without entering expressions."""
     return (node for _, node in _walk_fields(root, _block_fields))
+
+
+def code_nodes(root: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all its descendants that are not only layout."""
+    return (node for _, node in _walk_fields(root, code_fields))
 
 
 def find(root: cst.CSTNode, kind: type[cst.CSTNode], fits: Callable[[cst.CSTNode], bool]) -> list[Path]:

@@ -60,19 +60,20 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
         UcmError: The store has one tier, a tier cannot be opened, or the blocks take more than the first tier may hold.
     """
     first, lower = _tiers_of(prompt)
-    _, tokens = find(prompt)
+    found, tokens = find(prompt)
     config, authenticator = prompt.config, authenticator_of(prompt.config, of_tool=True)
-    if any(len(stored.ranks) > 1 for stored in prompt.facts.stored) and _compressing(config):
+    if any(len(one.stored.ranks) > 1 for one in found) and (compressing := _compressing(config)):
         raise UcmError(
             "blocks of several ranks cannot be prefetched where a tier compresses",
-            where=f"store: tiers: {_compressing(config)}: compression",
+            where=f"store: tiers: {compressing}: compression",
             fix="let the engine copy them as it uses them",
         )
     counts, failed = dict.fromkeys(("blocks", "there", "copied"), 0), dict[str, str]()
     nbytes, moves = 0, []
     with ExitStack() as stack:
-        for stored, keys in prompt.groups():
-            depths = {keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
+        for one in found:
+            stored = one.stored
+            depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
             # What several ranks store differs from what the one that describes the engine would store.
             geometry = stored.geometry if len(stored.ranks) == 1 else None
             for namespace in stored.ranks if depths else ():
@@ -122,7 +123,8 @@ def demote(prompt: Prompt) -> dict[str, Any]:
                     for tier in others:
                         alone = _absent(tier, alone)
                     tier = top
-                    deleted += top.drop([key for key in there if key not in set(alone)])
+                    staying = set(alone)
+                    deleted += top.drop([key for key in there if key not in staying])
                     kept += len(alone)
                 except StoreError as error:
                     failed[tier.name] = error.what

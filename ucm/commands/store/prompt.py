@@ -40,18 +40,14 @@ class Prompt:
         """The options of the store."""
         return self.settings.store.as_store_config()
 
-    def keys(self, stored: StoredGroup) -> list[BlockKey]:
-        """Return the keys of the prompt's whole chunks in a KV-cache group, in order.
+    def groups(self) -> Iterator[tuple[StoredGroup, list[BlockKey]]]:
+        """Yield each KV-cache group with the keys of the prompt's whole chunks, in order.
 
         Raises:
             UcmError: The engine would not cache this prompt.
         """
-        return block_keys(self.facts, self.token_ids, stored.group.chunk_tokens, self.salt)
-
-    def groups(self) -> Iterator[tuple[StoredGroup, list[BlockKey]]]:
-        """Yield each KV-cache group with its keys; raises like ``keys``."""
         for stored in self.facts.stored:
-            yield stored, self.keys(stored)
+            yield stored, block_keys(self.facts, self.token_ids, stored.group.chunk_tokens, self.salt)
 
 
 def given_prompt(options: argparse.Namespace) -> Prompt:

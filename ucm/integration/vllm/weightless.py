@@ -323,6 +323,8 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
         KVConnectorRole,
     )
 
+    # First, so that the weights' files are read once: the other connector finds their digests.
+    alone = _facts(core, core.vllm_config, device)
     sizes, of_one = Parallelism.of(config), core.scheduler.kv_cache_config
     groups = [
         dataclasses.replace(group, kv_cache_spec=_of_each(group.kv_cache_spec, sizes))
@@ -334,7 +336,7 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
         scheduler_side = connector._scheduler  # noqa: SLF001 - see above
         namespace = _namespace_of(scheduler_side)
         stored = []
-        for one in _facts(core, core.vllm_config, device).stored:
+        for one in alone.stored:
             ranks = [f"{namespace}/{tag}" for tag in rank_tags(config, one.group.index, spec=one.group.spec)]
             stored.append(dataclasses.replace(one, namespace=ranks[0], ranks=tuple(ranks)))
         new_request = _request_factory(optional(core, "request_block_hasher"))
