@@ -168,10 +168,10 @@ def serve(store: KVStore, keys: Sequence[BlockKey], own: int) -> int:
     hit = store.lookup_on_prefix(keys[own:])
     store.renew(in_order(keys[: own + hit]))
     loaded = [Memory(block, SMALL) for block in keys[own : own + hit]]
-    store.wait(store.load([BlockTransfer(m.key, m.slices, depth=own + place) for place, m in enumerate(loaded)]))
+    store.load([BlockTransfer(m.key, m.slices, depth=own + place) for place, m in enumerate(loaded)]).wait()
     for first, end in ((there, own), (own + hit, len(keys))):
         fresh = [Memory(block, SMALL, content(block, SMALL)) for block in keys[first:end]]
-        store.wait(store.save([BlockTransfer(m.key, m.slices, depth=first + n) for n, m in enumerate(fresh)]))
+        store.save([BlockTransfer(m.key, m.slices, depth=first + n) for n, m in enumerate(fresh)]).wait()
     return hit
 
 

@@ -383,7 +383,7 @@ class DebugConnector:
                 began = time.perf_counter()
                 with self._span("ucm.save"):
                     memory.leave_device()
-                    failed = store.wait(store.save(saving())).failed
+                    failed = store.save(saving()).wait().failed
                 saved = time.perf_counter() - began
                 problems += [f"save: {reason}" for reason in dict.fromkeys(str(error) for error in failed.values())]
                 if not store.flush(FLUSH_SECONDS):
@@ -392,7 +392,7 @@ class DebugConnector:
                     memory.clear()
                     began = time.perf_counter()
                     with self._span("ucm.load"):
-                        result = store.wait(store.load(loading()))
+                        result = store.load(loading()).wait()
                         memory.enter_device()
                     times.append(time.perf_counter() - began)
                     problems += [f"load: {error}" for error in result.failed.values()]

@@ -57,7 +57,7 @@ def fill(scene: Scene) -> Figures:
 def _fill(reporter: Reporter, scene: Scene) -> None:
     corpus = scene.corpus
     with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
-        done = store.wait(store.save([corpus.transfer(index) for index in range(corpus.count)])).done
+        done = store.save([corpus.transfer(index) for index in range(corpus.count)]).wait().done
     reporter.tell("figures", Figures(committed=len(done), stuck=corpus.count - len(done)))
 
 

@@ -165,12 +165,12 @@ def _save_too_long(reporter: Reporter, scene: Scene, share: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_store(replace(scene.config, lookup_cache_keys=0), NAMESPACE, corpus.geometry) as store:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * corpus.geometry.nbytes), hard))
-        result = store.wait(store.save([corpus.transfer(index) for index in range(corpus.count)]))
+        result = store.save([corpus.transfer(index) for index in range(corpus.count)]).wait()
         figures.refused = len(result.failed)
         figures.corrupt_hits = sum(store.lookup(keys))
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         time.sleep(2 * scene.config.rest_seconds)
-        done = store.wait(store.save([corpus.transfer(0)])).done
+        done = store.save([corpus.transfer(0)]).wait().done
         figures.committed = len(done)
         figures.stuck = keys[0] not in done
     reporter.tell("figures", figures)

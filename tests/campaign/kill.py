@@ -92,7 +92,7 @@ def save_in_calls(store: Any, blocks: Sequence[BlockTransfer], rng: random.Rando
         step = rng.randrange(1, len(left) + 1)
         tasks.append(store.save(left[:step]))
         left = left[step:]
-    results = [store.wait(task) for task in tasks]
+    results = [task.wait() for task in tasks]
     done = {key: tier for result in results for key, tier in result.done.items()}
     return TaskResult(done, {key: e for result in results for key, e in result.failed.items()}, 0, 0.0)
 

@@ -176,7 +176,7 @@ def _load_all(reporter: Reporter, config: StoreConfig, corpus: Corpus, editions:
         visible = [index for index, there in enumerate(store.lookup(keys)) if there]
         figures.visible = len(visible)
         rooms = {index: corpus.room(index) for index in visible}
-        result = store.wait(store.load(list(rooms.values())))
+        result = store.load(list(rooms.values())).wait()
         for index, room in rooms.items():
             if room.key in result.failed:
                 figures.refused += 1
@@ -201,7 +201,7 @@ def _reopen(reporter: Reporter, scenes: Sequence[Scene]) -> None:
     stores = [open_store(scene.config, NAMESPACE, scene.corpus.geometry) for scene in scenes]
     for scene, store in zip(scenes, stores, strict=True):
         new = scene.corpus.transfer(scene.corpus.count)
-        done = store.wait(store.save([new])).done
+        done = store.save([new]).wait().done
         figures.stuck += new.key not in done
     deadline = time.monotonic() + _TIDY_PATIENCE
     while time.monotonic() < deadline:

@@ -106,7 +106,7 @@ class User:
         batch = rng.sample(range(corpus.count), 4)
         promised = store.lookup([corpus.key(index) for index in batch])
         rooms = {index: corpus.room(index) for index, there in zip(batch, promised, strict=True) if there}
-        result = store.wait(store.load(list(rooms.values())))
+        result = store.load(list(rooms.values())).wait()
         self._judge(rooms, result)
         return bool(rooms) and not result.failed
 

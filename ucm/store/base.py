@@ -7,7 +7,7 @@ with the fingerprint of the geometry. A block is saved whole, in one call, and i
 can be loaded.
 
 Calls return at once unless they say otherwise. Transfers run in the store's own threads; the caller keeps the buffers
-alive and unchanged until ``wait`` returns for their task.
+alive and unchanged until ``wait`` of their task returns.
 
 No error of a store ends a request by itself: blocks that could not be loaded are recomputed. Where vLLM cannot
 recompute them, the connector stops the engine rather than compute with missing KV. Every error class has a ``cause``, a
@@ -157,8 +157,16 @@ class TaskResult:
     seconds: float
 
 
-class Task:
-    """A transfer in progress, as returned by ``load`` and ``save``."""
+class Task(ABC):
+    """A transfer in progress, as returned by ``load`` and ``save``. It ends also if the store is closed meanwhile."""
+
+    @abstractmethod
+    def wait(self) -> TaskResult:
+        """Block until the transfer is finished. Later calls return the same result."""
+
+    @abstractmethod
+    def check(self) -> bool:
+        """Return whether the transfer is finished, without blocking."""
 
 
 @dataclass(slots=True)
@@ -194,12 +202,12 @@ class TierStats:
 class KVStore(ABC):
     """A store opened for one namespace.
 
-    An instance may be used from several threads. Only ``wait`` and ``close`` block for longer than one metadata
+    An instance may be used from several threads. Only ``close`` blocks for longer than one metadata
     operation per key. No method raises for the state of a block or of the medium: blocks that cannot be reached are not
     found, and transfers report failures per key. Misuse (a layer slice of the wrong size) raises ValueError.
 
-    Method names and responsibilities follow the known UCM's store interface (``lookup``, ``load``, ``wait``,
-    ``check``); what that calls ``dump`` and ``commit`` is ``save``.
+    Method names and responsibilities follow the known UCM's store interface. What that calls ``dump`` and ``commit`` is
+    ``save``; its ``wait`` and ``check`` are methods of the ``Task``.
     """
 
     @abstractmethod
@@ -255,14 +263,6 @@ class KVStore(ABC):
         """
         del active
 
-    @abstractmethod
-    def wait(self, task: Task) -> TaskResult:
-        """Block until a task is finished. Later calls return the same result."""
-
-    @abstractmethod
-    def check(self, task: Task) -> bool:
-        """Return whether a task is finished, without blocking."""
-
     def flush(self, seconds: float) -> bool:
         """Wait until every tier has received the saved blocks that it accepts.
 
@@ -292,16 +292,27 @@ class KVStore(ABC):
         self.close()
 
 
+#: How often, in seconds, a thread that waits for a task asks for it.
+_ASK_SECONDS = 1.0
+
+
+def _ignore(waits: bool) -> None:
+    """Do nothing for a task that somebody asks for."""
+
+
 class TransferTask(Task):
     """Collects the outcomes of a number of transfers.
 
     Args:
         transfers: The number of transfers; with 0 the task is finished.
+        asked: Called when somebody asks for the unfinished task, with whether they wait for it; while they do, every
+            second.
         clock: The store's clock.
     """
 
-    def __init__(self, transfers: int, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, transfers: int, asked: Callable[[bool], object] = _ignore, *, clock: Clock = SYSTEM) -> None:
         self._clock = clock
+        self._asked = asked
         self._started = clock.monotonic()
         self._lock = clock.lock()
         self._left = transfers
@@ -342,15 +353,15 @@ class TransferTask(Task):
         """Set a callback for the end of the last transfer; call this before any transfer ends."""
         self._then = then
 
-    def finished_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` and return whether every transfer has ended."""
-        return self._event.wait(seconds)
-
-    def is_finished(self) -> bool:
+    def check(self) -> bool:
         """Return whether every transfer has ended."""
+        if not self._event.is_set():
+            self._asked(False)
         return self._event.is_set()
 
-    def result(self) -> TaskResult:
+    def wait(self) -> TaskResult:
         """Wait for the last transfer and return the outcomes."""
-        self._event.wait()
+        while not self._event.is_set():
+            self._asked(True)
+            self._event.wait(_ASK_SECONDS)
         return TaskResult(self._done, self._failed, self._nbytes, self._seconds)

@@ -243,7 +243,7 @@ class _Run:
             slab.filled(row, "")
             places.append(slab.offset(row))
         names = [""] * len(places)
-        self._copy = lambda: _raise_failure(reader.wait(reader.load(self._loads, places, names)))
+        self._copy = lambda: _raise_failure(reader.load(self._loads, places, names).wait())
 
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
@@ -343,12 +343,12 @@ class _Run:
 
 def save_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
     """Save whole blocks and wait until they are visible; raise the first failure."""
-    _raise_failure(store.wait(store.save(blocks)))
+    _raise_failure(store.save(blocks).wait())
 
 
 def load_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
     """Load blocks; raise the first failure."""
-    _raise_failure(store.wait(store.load(blocks)))
+    _raise_failure(store.load(blocks).wait())
 
 
 def _raise_failure(result: TaskResult) -> None:

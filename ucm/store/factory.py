@@ -95,17 +95,6 @@ class EmptyStore(KVStore):
         self._stats.saved_blocks += len(blocks)
         return task
 
-    def wait(self, task: Task) -> TaskResult:
-        """Return the result; the task is finished already."""
-        if not isinstance(task, TransferTask):
-            raise TypeError(f"{task!r} is not a task of this store")
-        return task.result()
-
-    def check(self, task: Task) -> bool:
-        """Return True: tasks are finished when they are returned."""
-        del task
-        return True
-
     def stats(self) -> Mapping[str, TierStats]:
         """Return the statistics of the one tier."""
         return {"empty": self._stats}
@@ -119,31 +108,40 @@ class OpeningTask(Task):
 
     Args:
         keys: The blocks to transfer.
+        pool: Whose thread opens the store.
         clock: The store's clock.
     """
 
-    def __init__(self, keys: Sequence[BlockKey], *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, keys: Sequence[BlockKey], pool: Pool, *, clock: Clock = SYSTEM) -> None:
         self._keys = keys
+        self._pool = pool
         self._ended = clock.event()
-        self.begun: tuple[KVStore, Task] | None = None  #: the store's own task, once it has one
-        self.result = TaskResult({}, {}, 0, 0.0)  #: the result of a refused task
+        self._begun: Task | None = None  # the store's own task, once it has one
+        self._result = TaskResult({}, {}, 0, 0.0)  # of a refused transfer
 
     def begin(self, store: KVStore, call: Callable[[KVStore], Task]) -> None:
         """Start the transfer in the open store."""
         try:
-            self.begun = store, call(store)
+            self._begun = call(store)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             self.refuse(unexpected(error))
         self._ended.set()
 
     def refuse(self, error: StoreError) -> None:
         """Fail the transfer."""
-        self.result = TaskResult({}, dict.fromkeys(self._keys, error), 0, 0.0)
+        self._result = TaskResult({}, dict.fromkeys(self._keys, error), 0, 0.0)
         self._ended.set()
 
-    def ended_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until the transfer has begun or is refused, and return whether it has."""
-        return self._ended.wait(seconds)
+    def wait(self) -> TaskResult:
+        """Wait until the transfer is finished, or refused because the store takes too long to open."""
+        while not self._ended.wait(_LOOK_SECONDS):
+            self._pool.relieve()
+        return self._result if self._begun is None else self._begun.wait()
+
+    def check(self) -> bool:
+        """Return whether the transfer is finished or refused."""
+        self._pool.relieve()
+        return self._ended.is_set() and (self._begun is None or self._begun.check())
 
 
 class OpeningStore(KVStore):
@@ -190,32 +188,15 @@ class OpeningStore(KVStore):
         if self._store is not None:
             self._store.throttle(active=active)
 
-    def wait(self, task: Task) -> TaskResult:
-        """Wait for a task, and at most ``patience`` for the store to open."""
-        if not isinstance(task, OpeningTask):
-            return self._opened().wait(task)
-        while not task.ended_within(_LOOK_SECONDS):
-            self._pool.relieve()
-        return task.result if task.begun is None else task.begun[0].wait(task.begun[1])
-
-    def check(self, task: Task) -> bool:
-        """Return whether a task is finished or refused."""
-        if not isinstance(task, OpeningTask):
-            return self._opened().check(task)
-        self._pool.relieve()
-        if not task.ended_within(0):
-            return False
-        return task.begun is None or task.begun[0].check(task.begun[1])
-
     def flush(self, seconds: float) -> bool:
         """Wait for the store to open, and flush it."""
         until, store = self._clock.monotonic() + seconds, self._ready()
         if store is None:
             opened = self._clock.event()
             self._later(lambda _: opened.set(), lambda _: opened.set())
-            if not opened.wait(seconds) or self._store is None:
+            if not opened.wait(seconds) or (store := self._store) is None:
                 return False
-        return self._opened().flush(max(0.0, until - self._clock.monotonic()))
+        return store.flush(max(0.0, until - self._clock.monotonic()))
 
     def stats(self) -> Mapping[str, TierStats]:
         """Return the store's statistics; empty until the store is open."""
@@ -228,11 +209,6 @@ class OpeningStore(KVStore):
             self._closed, store = True, self._store
         if store is not None:
             store.close()
-
-    def _opened(self) -> KVStore:
-        if self._store is None:
-            raise StoreUnavailableError("the store is not open yet")
-        return self._store
 
     def _open(self) -> None:
         try:
@@ -250,7 +226,7 @@ class OpeningStore(KVStore):
         store = self._ready()
         if store is not None:
             return call(store)
-        task = OpeningTask(keys, clock=self._clock)
+        task = OpeningTask(keys, self._pool, clock=self._clock)
         self._later(partial(task.begin, call=call), task.refuse)
         return task
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucm.clock import Clock
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TaskResult, TierStats
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.tier import Tier
@@ -134,7 +134,7 @@ class TieredStore(KVStore):
         for block in blocks:
             check_transfer(block, codec)
             check_memory(block)
-        task = TransferTask(len(blocks), clock=self._clock)
+        task = TransferTask(len(blocks), self._asked, clock=self._clock)
         if blocks:
             with self._lock:
                 self._loading += 1
@@ -150,7 +150,7 @@ class TieredStore(KVStore):
         for block, nbytes in zip(blocks, sizes, strict=True):
             if nbytes != codec.geometry.nbytes:
                 raise ValueError(f"block {block.key.hex()} is to be saved without all of its layer slices")
-        task = TransferTask(len(blocks), clock=self._clock)
+        task = TransferTask(len(blocks), self._asked, clock=self._clock)
         with self._lock:
             room = (self._queue_limit - self._queued_bytes) // codec.geometry.nbytes
             accepted = max(room, 0 if self._queued_bytes else 1)
@@ -182,22 +182,6 @@ class TieredStore(KVStore):
     def throttle(self, *, active: bool) -> None:
         """Delay saves and promotions, as long as few bytes are queued and no caller waits for them."""
         self._throttle.switch(active=active)
-
-    def wait(self, task: Task) -> TaskResult:
-        """Wait for a task, also after ``close``."""
-        known = _known(task)
-        if not known.is_finished():
-            self._throttle.hurry()
-            while not known.finished_within(1.0):
-                self._relieve()
-        return known.result()
-
-    def check(self, task: Task) -> bool:
-        """Return whether a task is finished, also after ``close``."""
-        known = _known(task)
-        if not known.is_finished():
-            self._relieve()
-        return known.is_finished()
 
     def flush(self, seconds: float) -> bool:
         """Wait for blocks that are written behind."""
@@ -241,7 +225,10 @@ class TieredStore(KVStore):
             self._clock.sleep(_LOOK_SECONDS)
         self._take_turn()
 
-    def _relieve(self) -> None:
+    def _asked(self, waits: bool) -> None:
+        """Let nothing delay a task that somebody waits for, and refuse what would wait for stuck threads."""
+        if waits:
+            self._throttle.hurry()
         for guard in self._guards:
             guard.relieve()
 
@@ -364,9 +351,3 @@ def _lookup(tiers: Sequence[Guard], keys: Sequence[BlockKey]) -> list[bool]:
         for index, there in zip(missing, tier.contains([keys[index] for index in missing]), strict=True):
             found[index] = there
     return found
-
-
-def _known(task: Task) -> TransferTask:
-    if not isinstance(task, TransferTask):
-        raise TypeError(f"{task!r} is not a task of this store")
-    return task

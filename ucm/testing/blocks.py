@@ -83,7 +83,7 @@ def in_order(keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
 
 def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, version: int = 0) -> TaskResult:
     """Save whole blocks, and wait for them."""
-    return store.wait(store.save([memory.transfer() for memory in filled(keys, geometry, version)]))
+    return store.save([memory.transfer() for memory in filled(keys, geometry, version)]).wait()
 
 
 def fetch(
@@ -91,5 +91,5 @@ def fetch(
 ) -> tuple[dict[BlockKey, bytes], dict[BlockKey, StoreError]]:
     """Load whole blocks; return the contents of the loaded ones and the errors of the others."""
     memories = [Memory(block, geometry) for block in keys]
-    result = store.wait(store.load([memory.transfer() for memory in memories]))
+    result = store.load([memory.transfer() for memory in memories]).wait()
     return {m.key: bytes(m.data) for m in memories if m.key in result.done}, dict(result.failed)

@@ -64,7 +64,7 @@ class StoreConformance(SavingConformance):
         store.renew(in_order(KEYS))
         memory = filled(KEYS[4:5], geometry)[0]
         blocks = [BlockTransfer(memory.key, memory.slices, depth=4, retain_until=until)]
-        assert store.wait(store.save(blocks)).failed == {}
+        assert store.save(blocks).wait().failed == {}
         assert store.lookup_on_prefix(KEYS) == 5
         assert fetch(store, KEYS[:5], geometry)[0] == {block: content(block, geometry) for block in KEYS[:5]}
 
@@ -142,34 +142,34 @@ class StoreConformance(SavingConformance):
         whole = content(KEYS[0], geometry)
         memory = Memory(KEYS[0], geometry, whole)
         frozen = [memoryview(bytes(layer_slice)) for layer_slice in memory.slices]
-        store.wait(store.save([BlockTransfer(KEYS[0], frozen)]))
+        store.save([BlockTransfer(KEYS[0], frozen)]).wait()
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
 
     def test_memory_may_be_of_any_type_and_shape(self, config: StoreConfig) -> None:
         arrays = [np.arange(size // 4, dtype=np.float32).reshape(2, -1) for size in EVEN.slice_sizes]
         into = [np.zeros_like(array) for array in arrays]
         with open_store(config, NAMESPACE, EVEN) as store:
-            store.wait(store.save([BlockTransfer(KEYS[0], [array.data for array in arrays])]))
+            store.save([BlockTransfer(KEYS[0], [array.data for array in arrays])]).wait()
             for first in (0, 3):
                 part = [array.data for array in into[first:]]
-                assert store.wait(store.load([BlockTransfer(KEYS[0], part, first)])).failed == {}
+                assert store.load([BlockTransfer(KEYS[0], part, first)]).wait().failed == {}
             assert all(np.array_equal(*pair) for pair in zip(arrays, into, strict=True))
 
     def test_memory_is_the_callers_again_after_wait(self, store: KVStore, geometry: BlockGeometry) -> None:
         memory = Memory(KEYS[0], geometry)
         for block in KEYS:
             memory.data[:] = content(block, geometry)
-            store.wait(store.save([BlockTransfer(block, memory.slices)]))
+            store.save([BlockTransfer(block, memory.slices)]).wait()
         assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
 
     def test_tasks_end_once(self, store: KVStore, geometry: BlockGeometry) -> None:
         for task in (store.save([]), store.load([])):
-            assert store.check(task)
-            assert store.wait(task).nbytes == 0
+            assert task.check()
+            assert task.wait().nbytes == 0
         task = store.save([memory.transfer() for memory in filled(KEYS, geometry)])
-        result = store.wait(task)
-        assert store.check(task)
-        assert store.wait(task) == result
+        result = task.wait()
+        assert task.check()
+        assert task.wait() == result
 
     def test_a_closed_store_takes_no_calls(self, config: StoreConfig, geometry: BlockGeometry) -> None:
         store = open_store(config, NAMESPACE, geometry)
@@ -213,7 +213,7 @@ class StoreConformance(SavingConformance):
                 for block, data in fetch(store, some, geometry)[0].items():
                     assert data == content(block, geometry)
                 parts = filled(some[:2], geometry)
-                store.wait(store.save([memory.transfer() for memory in parts]))
+                store.save([memory.transfer() for memory in parts]).wait()
                 found = store.lookup(some)
                 assert len(found) == len(some)
 

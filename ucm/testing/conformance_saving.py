@@ -64,8 +64,8 @@ class SavingConformance:
 
     def test_the_result_counts_bytes(self, store: KVStore, geometry: BlockGeometry) -> None:
         memories = filled(KEYS, geometry)
-        saved = store.wait(store.save([memory.transfer() for memory in memories]))
-        loaded = store.wait(store.load([memory.transfer() for memory in memories]))
+        saved = store.save([memory.transfer() for memory in memories]).wait()
+        loaded = store.load([memory.transfer() for memory in memories]).wait()
         assert saved.nbytes == loaded.nbytes == geometry.nbytes * len(KEYS)
         assert saved.seconds > 0
         assert loaded.seconds > 0
@@ -78,7 +78,7 @@ class SavingConformance:
         count = len(geometry.slice_sizes)
         for first, wanted in [(0, 1), (0, count - 1), (1, 2), (count // 2, count - count // 2), (count - 1, 1)]:
             memory = Memory(KEYS[0], geometry)
-            result = store.wait(store.load([memory.transfer(first, wanted)]))
+            result = store.load([memory.transfer(first, wanted)]).wait()
             assert result.failed == {}
             for index, layer_slice in enumerate(memory.slices):
                 expected = whole.slices[index] if first <= index < first + wanted else bytes(len(layer_slice))
@@ -87,7 +87,7 @@ class SavingConformance:
     def test_two_parts_of_a_block_in_one_load(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS[:1], geometry)
         memory = Memory(KEYS[0], geometry)
-        result = store.wait(store.load([memory.transfer(1), memory.transfer(0, 1)]))
+        result = store.load([memory.transfer(1), memory.transfer(0, 1)]).wait()
         assert result.failed == {}
         assert bytes(memory.data) == content(KEYS[0], geometry)
         assert result.nbytes == geometry.nbytes
@@ -106,14 +106,14 @@ class SavingConformance:
 
     def test_a_block_twice_in_one_save(self, store: KVStore, geometry: BlockGeometry) -> None:
         memories = filled(KEYS[:1], geometry)
-        result = store.wait(store.save([memories[0].transfer(), memories[0].transfer()]))
+        result = store.save([memories[0].transfer(), memories[0].transfer()]).wait()
         assert set(result.done) == set(KEYS[:1])
         assert result.failed == {}
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: content(KEYS[0], geometry)}
 
     def test_a_block_that_is_there_is_not_written_again(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS, geometry)
-        again = store.wait(store.save([memory.transfer() for memory in filled(KEYS, geometry, version=1)]))
+        again = store.save([memory.transfer() for memory in filled(KEYS, geometry, version=1)]).wait()
         assert set(again.done) == set(KEYS)
         assert again.nbytes == 0
         assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
@@ -124,7 +124,7 @@ class SavingConformance:
         saved = store.save([memory.transfer() for memory in memories])
         store.close()
         store.close()
-        assert store.check(saved)
-        assert set(store.wait(saved).done) == set(KEYS)
+        assert saved.check()
+        assert set(saved.wait().done) == set(KEYS)
         with open_store(config, NAMESPACE, geometry) as other:
             assert other.lookup(KEYS) == [True] * len(KEYS)

@@ -233,7 +233,7 @@ def loading(stock: Stock, speed: float) -> tuple[float, float]:
 
     def load(store: TieredStore) -> float:
         began = time.perf_counter()
-        failed = store.wait(store.load([memory.transfer() for memory in memories])).failed
+        failed = store.load([memory.transfer() for memory in memories]).wait().failed
         took = time.perf_counter() - began
         if failed or any(memory.data != stock.bodies[n % len(stock.bodies)] for n, memory in enumerate(memories)):
             raise ValueError(f"{len(failed)} blocks were not loaded, or others are wrong")
@@ -251,7 +251,7 @@ def _store(stock: Stock, keys: Sequence[BlockKey], speed: float, compression: st
     options = RedisOptions.model_validate({"compression": compression, "transfer_timeout": 600.0})
     store = TieredStore([RedisTier(options, place, ThrottledClient(speed))], codec, config)
     memories = [Memory(one, stock.geometry, bytes(stock.bodies[n % len(stock.bodies)])) for n, one in enumerate(keys)]
-    if store.wait(store.save([memory.transfer() for memory in memories])).failed:
+    if store.save([memory.transfer() for memory in memories]).wait().failed:
         raise ValueError("blocks were not saved")
     return store
 

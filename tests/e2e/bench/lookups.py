@@ -137,7 +137,7 @@ def _behind(store: KVStore, wait: Callable[[], object]) -> KVStore:
 
     found = create_autospec(KVStore, instance=True)
     found.lookup_on_prefix.side_effect = prefix
-    found.load.side_effect, found.wait.side_effect = store.load, store.wait
+    found.load.side_effect = store.load
     return cast("KVStore", found)
 
 

@@ -83,7 +83,7 @@ def _dump(store: Any) -> Callable[[], float]:
     def dump() -> float:
         transfers = [Memory(BlockKey(os.urandom(32)), BLOCK, data).transfer() for _ in range(BLOCKS)]
         began = perf_counter()
-        if store.wait(store.save(transfers)).failed:
+        if store.save(transfers).wait().failed:
             raise RuntimeError("a dump failed")
         return perf_counter() - began
 

@@ -22,5 +22,5 @@ class EagerESA(ESA):
         store = self.reader._store
         if store is not None:
             for saving in store._saving:
-                store._store.wait(saving.task)
+                saving.task.wait()
             store.settle()

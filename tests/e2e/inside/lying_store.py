@@ -12,7 +12,7 @@ from ucm.api import BlockTransfer, KVStore, open_store
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucm.api import BlockGeometry, BlockKey, StoreConfig, Task, TaskResult, TierStats
+    from ucm.api import BlockGeometry, BlockKey, StoreConfig, Task, TierStats
 
 
 class LyingStore(KVStore):
@@ -33,12 +33,6 @@ class LyingStore(KVStore):
 
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         return self._store.save([BlockTransfer(b.key, [_other(s) for s in b.slices], b.first_slice) for b in blocks])
-
-    def wait(self, task: Task) -> TaskResult:
-        return self._store.wait(task)
-
-    def check(self, task: Task) -> bool:
-        return self._store.check(task)
 
     def flush(self, seconds: float) -> bool:
         return self._store.flush(seconds)

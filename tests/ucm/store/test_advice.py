@@ -28,7 +28,7 @@ from ucm.testing.blocks import EVEN, content, files, key, save
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Task, TaskResult, TierStats
+    from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Task, TierStats
 
 WORK = Workload(blocks=4, slices=4, slice_nbytes=4096, rounds=3)
 CODEC = CodecFigures(1.46, 0.3e9, 0.8e9)
@@ -76,19 +76,6 @@ class OnMedium(KVStore):
                 at += memory.nbytes
 
         return self._move(blocks, deliver)
-
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        return self._done(keys)
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        raise AssertionError(keys)
-
-    def wait(self, task: Task) -> TaskResult:
-        assert isinstance(task, TransferTask)
-        return task.result()
-
-    def check(self, task: Task) -> bool:
-        return task is not None
 
     def stats(self) -> Mapping[str, TierStats]:
         return {}

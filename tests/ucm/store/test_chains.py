@@ -45,13 +45,13 @@ def save(store: KVStore, keys: Sequence[BlockKey], first: int = 0) -> None:
     fresh = keys[first:]
     memories = [Memory(block, SMALL, content(block, SMALL)) for block in fresh]
     blocks = [BlockTransfer(m.key, m.slices, depth=depth) for depth, m in enumerate(memories, first)]
-    store.wait(store.save(blocks))
+    store.save(blocks).wait()
 
 
 def load(store: KVStore, keys: Sequence[BlockKey], first: int = 0) -> None:
     """Load the blocks of a chain from one on."""
     memories = [Memory(block, SMALL) for block in keys[first:]]
-    store.wait(store.load([BlockTransfer(m.key, m.slices, depth=depth) for depth, m in enumerate(memories, first)]))
+    store.load([BlockTransfer(m.key, m.slices, depth=depth) for depth, m in enumerate(memories, first)]).wait()
 
 
 def found(store: KVStore, keys: Sequence[BlockKey]) -> list[bool]:
@@ -179,7 +179,7 @@ def test_a_long_prompt_is_evicted_from_its_end_whenever_it_is_written(
     with open_store(replace(patient, touch_seconds=touch_seconds), NAMESPACE, SMALL, clock=clock) as store:
         for place, one in enumerate(keys, 1):
             memory = Memory(one, SMALL, content(one, SMALL))
-            assert not store.wait(store.save([BlockTransfer(one, memory.slices, depth=place * 1_000_000)])).failed
+            assert not store.save([BlockTransfer(one, memory.slices, depth=place * 1_000_000)]).wait().failed
             clock.advance(0.01)
         clock.advance(6.0)  # the evictor's thread sets the times
     times = [Path(layout.block(one)).stat().st_mtime_ns for one in keys]

@@ -108,7 +108,7 @@ def test_one_namespace_has_both_forms(
                 assert fetch(store, KEYS, geometry) == (wanted, {})
                 for first in range(len(geometry.slice_sizes)):
                     memories = [Memory(block, geometry) for block in KEYS]
-                    assert not store.wait(store.load([memory.transfer(first, 1) for memory in memories])).failed
+                    assert not store.load([memory.transfer(first, 1) for memory in memories]).wait().failed
                     for memory, whole in zip(memories, filled(KEYS, geometry), strict=True):
                         assert memory.slices[first] == whole.slices[first]
 
@@ -170,7 +170,7 @@ def test_a_server_may_have_both_forms(config: StoreConfig, redis_server: RedisSe
             assert fetch(store, KEYS, LARGE)[1] == {}
             for first in range(len(LARGE.slice_sizes)):
                 memories = [Memory(block, LARGE) for block in KEYS]
-                assert not store.wait(store.load([memory.transfer(first, 1) for memory in memories])).failed
+                assert not store.load([memory.transfer(first, 1) for memory in memories]).wait().failed
                 for memory, whole in zip(memories, filled(KEYS, LARGE), strict=True):
                     assert memory.slices[first] == whole.slices[first]
             assert store.stats()["redis"].quarantined_blocks == 0

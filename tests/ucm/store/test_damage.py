@@ -146,10 +146,10 @@ def test_a_part_of_a_block_is_checked_as_well(store: KVStore, path: Path) -> Non
     memory = Memory(KEY, ODD)
     # Damage outside the requested part is not checked; damage in it, or in the header, is.
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert store.wait(store.load([memory.transfer(wanted, 1)])).failed == {}
+    assert store.load([memory.transfer(wanted, 1)]).wait().failed == {}
     for index in (begin, begin + ODD.slice_sizes[wanted] - 1, 70, 200):
         path.write_bytes(good[:index] + bytes([good[index] ^ 1]) + good[index + 1 :])
-        assert KEY in store.wait(store.load([memory.transfer(wanted, 1)])).failed
+        assert KEY in store.load([memory.transfer(wanted, 1)]).wait().failed
         assert not path.exists()
 
 

@@ -109,7 +109,7 @@ def test_a_chain_that_is_written_slowly_is_evicted_from_its_end(config: StoreCon
     chain, others = KEYS[:12], KEYS[12:24]
     with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         for depth, memory in enumerate(filled(chain, EVEN)):
-            store.wait(store.save([replace(memory.transfer(), depth=depth)]))
+            store.save([replace(memory.transfer(), depth=depth)]).wait()
             clock.advance(3.0)
         assert save(store, others, EVEN).failed == {}
         left = there(store, chain)
@@ -206,7 +206,7 @@ def test_what_is_being_written_is_never_evicted(
             clock.run_until(lambda: len(begun) == 20)
         assert isinstance(save(other, KEYS[:1], EVEN).failed[KEYS[0]], StoreFullError)
         goes_on.set()
-        assert store.wait(task).failed == {}
+        assert task.wait().failed == {}
         assert fetch(store, KEYS[:20], EVEN) == (right(KEYS[:20]), {})
         assert save(other, KEYS[:1], EVEN).failed == {}
 
@@ -363,7 +363,7 @@ def test_a_process_that_keeps_the_lock_stops_no_lookup_and_no_save_for_ever(
             task = store.save([one.transfer() for one in memories])
             assert store.lookup(KEYS[:2]) == [True, False]
             began = clock.monotonic()
-            assert isinstance(store.wait(task).failed[KEYS[1]], StoreTimeoutError)
+            assert isinstance(task.wait().failed[KEYS[1]], StoreTimeoutError)
             assert clock.monotonic() - began < 2 * config.stuck_seconds
         assert fetch(store, KEYS[:1], EVEN) == (right(KEYS[:1]), {})
 

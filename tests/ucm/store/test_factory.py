@@ -141,12 +141,12 @@ def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.
 def test_the_empty_store_takes_everything_and_has_nothing() -> None:
     with open_store(StoreConfig(pipeline="Empty"), "n", ODD) as store:
         memories = filled(KEYS, ODD)
-        assert set(store.wait(store.save([memory.transfer() for memory in memories])).done) == set(KEYS)
+        assert set(store.save([memory.transfer() for memory in memories]).wait().done) == set(KEYS)
         assert store.lookup(KEYS) == [False] * 3
         assert store.lookup_on_prefix(KEYS) == 0
         task = store.load([memory.transfer() for memory in memories])
-        assert store.check(task)
-        assert {type(error) for error in store.wait(task).failed.values()} == {BlockMissingError}
+        assert task.check()
+        assert {type(error) for error in task.wait().failed.values()} == {BlockMissingError}
         stats = store.stats()["empty"]
         assert (stats.lookups, stats.hits, stats.saved_blocks) == (4, 0, 3)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.store import copying, tiered
-from ucm.store.base import BlockMissingError, StoreFullError, StoreTimeoutError, TransferTask
+from ucm.store.base import BlockMissingError, StoreFullError, StoreTimeoutError
 from ucm.store.factory import open_store
 from ucm.store.health import Pool, RefusableJob
 from ucm.store.posix import files as posix_files
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucm.clock import Event
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore, Task, TaskResult
     from ucm.store.config import StoreConfig
     from ucm.store.posix.tier import Directory
     from ucm.store.tier import Outcome
@@ -284,6 +284,14 @@ def test_what_comes_from_the_lower_tier_is_kept_without_another_read(
         assert server.calls == len(KEYS)
 
 
+def within(clock: SimulatedClock, seconds: float, task: Task) -> TaskResult:
+    """Return the result of a task that ends in so many seconds."""
+    began = clock.monotonic()
+    result = task.wait()
+    assert clock.monotonic() - began <= seconds
+    return result
+
+
 def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
     both: StoreConfig, server: Server, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
@@ -297,9 +305,7 @@ def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
         with monkeypatch.context() as patched:
             patched.setattr(copying, "aligned_buffer", full)
             task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
-            assert isinstance(task, TransferTask)
-            assert task.finished_within(REST)
-        assert set(store.wait(task).done) == set(KEYS)
+            assert set(within(clock, REST, task).done) == set(KEYS)
         assert store.stats()["posix"].failures == {"promote.other": len(KEYS)}
         fetch(store, KEYS, EVEN)
         eventually(clock, store, "posix", saved_blocks=2 * len(KEYS))
@@ -319,9 +325,7 @@ def test_a_tier_that_breaks_its_contract_costs_its_blocks_and_keeps_nobody_waiti
         empty(both)
         monkeypatch.setattr(ServerTier, "read_many", less)
         task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
-        assert isinstance(task, TransferTask)
-        assert task.finished_within(REST)
-        assert {error.cause for error in store.wait(task).failed.values()} == {"other"}
+        assert {error.cause for error in within(clock, REST, task).failed.values()} == {"other"}
         del server
 
 
@@ -362,14 +366,14 @@ def test_a_stuck_directory_does_not_starve_another(
         memories = filled(KEYS, EVEN)
         stuck = store.load([memory.transfer() for memory in memories if memory.key in there])
         well = store.load([memory.transfer() for memory in memories if memory.key not in there])
-        assert set(store.wait(well).done) == set(KEYS) - there
-        assert not store.check(stuck), "the memory that a stuck thread may yet write to is not given back"
+        assert set(well.wait().done) == set(KEYS) - there
+        assert not stuck.check(), "the memory that a stuck thread may yet write to is not given back"
         assert len(hanging.calls) == two.load_threads
         clock.advance(two.stuck_seconds)
-        again = store.wait(store.load([memory.transfer() for memory in filled(there, EVEN)]))
+        again = store.load([memory.transfer() for memory in filled(there, EVEN)]).wait()
         assert {error.cause for error in again.failed.values()} == {"timeout"}
         hanging.over.set()
-        assert set(store.wait(stuck).done) | set(store.wait(stuck).failed) == there
+        assert set(stuck.wait().done) | set(stuck.wait().failed) == there
         assert fetch(store, KEYS, EVEN)[1] == {}
 
 

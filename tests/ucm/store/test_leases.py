@@ -168,7 +168,7 @@ def test_a_use_never_shortens_a_lease(patient: StoreConfig, clock: SimulatedCloc
         assert stamps(patient, keys) == expected
         store.renew(in_order(keys))
         memories = [Memory(one, SMALL) for one in keys]
-        store.wait(store.load([BlockTransfer(m.key, m.slices, depth=d) for d, m in enumerate(memories)]))
+        store.load([BlockTransfer(m.key, m.slices, depth=d) for d, m in enumerate(memories)]).wait()
         store.retain(in_order(keys), until - 600.0)
         settle(clock)
         assert stamps(patient, keys) == expected
@@ -230,7 +230,7 @@ def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: Simula
     (one,) = chain(0, 1)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         memory = Memory(one, SMALL, content(one, SMALL))
-        assert not store.wait(store.save([BlockTransfer(one, memory.slices, retain_until=until)])).failed
+        assert not store.save([BlockTransfer(one, memory.slices, retain_until=until)]).wait().failed
         settle(clock)
         before = stamps(patient, [one])
         store.retain(in_order([one]), until, pinned=True)
@@ -280,7 +280,7 @@ def test_blocks_are_saved_with_their_lease_in_every_tier(
     with open_store(both, NAMESPACE, SMALL, clock=clock) as store:
         memories = [Memory(one, SMALL, content(one, SMALL)) for one in keys]
         blocks = [BlockTransfer(m.key, m.slices, depth=d, retain_until=until) for d, m in enumerate(memories)]
-        store.wait(store.save(blocks))
+        store.save(blocks).wait()
         assert store.flush(60.0)
         settle(clock)
         assert stamps(patient, keys) == [kept_until(until, depth) for depth in range(3)]

@@ -135,7 +135,7 @@ def test_what_the_medium_refuses_while_writing(
     with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", refuse)
-            result = store.wait(store.save([memory.transfer() for memory in filled(KEYS[:2], ODD)]))
+            result = store.save([memory.transfer() for memory in filled(KEYS[:2], ODD)]).wait()
             assert {type(found) for found in result.failed.values()} == {error}
         assert store.stats()["posix"].failures == {f"save.{cause}": 2}
         assert save(store, KEYS, ODD).failed == {}

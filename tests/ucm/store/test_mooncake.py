@@ -93,7 +93,7 @@ def test_a_block_is_one_value_under_its_format_namespace_and_key(store: KVStore,
 
 def test_parts_of_blocks(store: KVStore) -> None:
     memories = [Memory(block, EVEN) for block in [*KEYS, key(99)]]
-    result = store.wait(store.load([memory.transfer(2, 3) for memory in memories]))
+    result = store.load([memory.transfer(2, 3) for memory in memories]).wait()
     assert {block: error.cause for block, error in result.failed.items()} == {key(99): "missing"}
     begin, end = sum(EVEN.slice_sizes[:2]), sum(EVEN.slice_sizes[:5])
     for memory in memories[:-1]:
@@ -121,7 +121,7 @@ def test_a_damaged_value_is_a_miss_and_is_removed(store: KVStore, client: Any, d
     assert client.remove(name(KEYS[0]), True) == 0
     assert client.put(name(KEYS[0]), bytes(changed)) == 0
     memories = [Memory(block, EVEN) for block in KEYS]
-    failed = store.wait(store.load([memory.transfer(*((2, 3) if part else ())) for memory in memories])).failed
+    failed = store.load([memory.transfer(*((2, 3) if part else ())) for memory in memories]).wait().failed
     assert {block: error.cause in {"corrupt", "foreign"} for block, error in failed.items()} == {KEYS[0]: True}
     assert client.is_exist(name(KEYS[0])) == 0
     assert store.stats()["mooncake"].quarantined_blocks == 1
@@ -236,7 +236,7 @@ def test_a_late_answer_changes_no_memory_and_gives_its_thread_back(
     ):
         line.freeze()
         memories = [Memory(block, EVEN) for block in KEYS]
-        failed = store.wait(store.load([memory.transfer() for memory in memories])).failed
+        failed = store.load([memory.transfer() for memory in memories]).wait().failed
         assert {error.cause for error in failed.values()} == {"timeout"}
         line.thaw()
         clock.advance(LONG)
@@ -337,7 +337,7 @@ def test_a_frozen_node_is_given_up_in_time(hurried: KVStore, mooncake: MooncakeS
     """The master still says that the values exist; memory that was waited for in vain is never written."""
     mooncake.freeze_node()
     memories = [Memory(block, EVEN) for block in KEYS]
-    failed = hurried.wait(hurried.load([memory.transfer() for memory in memories])).failed
+    failed = hurried.load([memory.transfer() for memory in memories]).wait().failed
     assert {error.cause for error in failed.values()} == {"timeout"}
     mooncake.thaw_node()
     recover(hurried)

@@ -62,13 +62,13 @@ def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Froze
     memories = filled(KEYS, EVEN)
     tasks = [store.save([memory.transfer() for memory in memories[first : first + 4]]) for first in (0, 4)]
     into = filled(KEYS, EVEN, version=1)
-    assert not any(store.check(task) for task in tasks)
+    assert not any(task.check() for task in tasks)
     frozen.thaw()
     for first, task in zip((0, 4), tasks, strict=True):
-        assert dict(store.wait(task).done) == dict.fromkeys(KEYS[first : first + 4], "posix")
+        assert dict(task.wait().done) == dict.fromkeys(KEYS[first : first + 4], "posix")
     tasks.append(store.load([memory.transfer() for memory in into]))
-    assert set(store.wait(tasks[2]).done) == set(KEYS)
-    assert all(store.check(task) for task in tasks)
+    assert set(tasks[2].wait().done) == set(KEYS)
+    assert all(task.check() for task in tasks)
     assert [bytes(memory.data) for memory in into] == [content(block, EVEN) for block in KEYS]
     assert store.lookup(KEYS) == [True] * 8
 
@@ -80,8 +80,8 @@ def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(
     tasks = [store.save([memory.transfer() for memory in memories])]
     clock.advance(frozen.config.stuck_seconds)
     tasks.append(store.load([memory.transfer() for memory in filled(KEYS, EVEN)]))
-    assert all(store.check(task) for task in tasks)
-    failed = [store.wait(task).failed for task in tasks]
+    assert all(task.check() for task in tasks)
+    failed = [task.wait().failed for task in tasks]
     assert [{error.cause for error in of_task.values()} for of_task in failed] == [{"timeout"}] * 2
     assert [set(of_task) for of_task in failed] == [set(KEYS)] * 2
     for memory in memories:
@@ -95,7 +95,7 @@ def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(
 def test_whoever_waits_for_a_task_waits_no_longer_than_the_patience(frozen: Frozen, clock: SimulatedClock) -> None:
     task = frozen.store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
     began = clock.monotonic()
-    assert set(frozen.store.wait(task).failed) == set(KEYS)
+    assert set(task.wait().failed) == set(KEYS)
     assert clock.monotonic() - began <= frozen.config.stuck_seconds + 1
 
 
@@ -131,7 +131,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
         raise ConfigError("it is not there", where=str(tmp_path))
 
     store = OpeningStore(fail, config.stuck_seconds, clock=clock)
-    result = store.wait(store.save([memory.transfer() for memory in filled(KEYS, EVEN)]))
+    result = store.save([memory.transfer() for memory in filled(KEYS, EVEN)]).wait()
     assert {error.cause for error in result.failed.values()} == {"unavailable"}
     assert store.lookup(KEYS) == [False] * 8
     assert sum("nothing is loaded or saved here: the store could not be opened" in line for line in said) == 1
@@ -143,8 +143,8 @@ def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) ->
     task = frozen.store.save([memory.transfer()])
     wrong = frozen.store.save([BlockTransfer(KEYS[1], [memoryview(b"short")])])
     frozen.thaw()
-    assert frozen.store.wait(task).failed == {}
-    assert "layer slice" in str(frozen.store.wait(wrong).failed[KEYS[1]])
+    assert task.wait().failed == {}
+    assert "layer slice" in str(wrong.wait().failed[KEYS[1]])
 
 
 def test_an_open_store_is_the_store_itself(config: StoreConfig, clock: SimulatedClock) -> None:

@@ -58,7 +58,7 @@ def kept(both: StoreConfig, store: KVStore) -> Layout:
 
 def served_by(store: KVStore, keys: list[BlockKey]) -> set[str]:
     memories = filled(keys, EVEN)
-    return set(store.wait(store.load([memory.transfer() for memory in memories])).done.values())
+    return set(store.load([memory.transfer() for memory in memories]).wait().done.values())
 
 
 def empty(layout: Layout) -> None:
@@ -147,7 +147,7 @@ def test_damage_below_is_never_promoted(store: KVStore, cached: Layout, kept: La
     path = Path(kept.block(KEYS[0]))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     memories = filled(KEYS, EVEN)
-    store.wait(store.load([memory.transfer(0, 1) for memory in memories]))  # a part: the rest is read behind
+    store.load([memory.transfer(0, 1) for memory in memories]).wait()  # a part: the rest is read behind
     wait_for(clock, cached, KEYS[1:])
     clock.run_until(lambda: store.stats()["dram"].failures == {"promote.corrupt": 1})
     assert KEYS[0] not in blocks_in(cached)

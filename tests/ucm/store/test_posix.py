@@ -91,7 +91,7 @@ def test_two_writers_leave_one_whole_block(
         written.wait()
         assert save(one, KEYS[:1], ODD, version=1).failed == {}
         goes_on.set()
-        assert two.wait(task).failed == {}
+        assert task.wait().failed == {}
         assert fetch(one, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD, 1)}  # with its lease, if it has one
     assert len(files(config.directories[0])) == 1
 
@@ -123,7 +123,7 @@ def test_a_save_too_many_is_refused_and_nothing_waits(
     monkeypatch.setattr(os, "pwritev", slow)
     with open_store(small, NAMESPACE, ODD, clock=clock) as store:
         memories = filled(KEYS[:4], ODD)
-        result = store.wait(store.save([memory.transfer() for memory in memories]))
+        result = store.save([memory.transfer() for memory in memories]).wait()
         assert set(result.done) == set(KEYS[:2])
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
         assert {error.fix.split(",")[0] for error in result.failed.values()} == {"raise save_queue"}

@@ -72,7 +72,7 @@ class Storing(RuleBasedStateMachine):
         first = data.draw(st.integers(0, SLICES - 1))
         count = data.draw(st.integers(1, SLICES - first))
         memory = Memory(block, GEOMETRY)
-        result = self.stores[which].wait(self.stores[which].load([memory.transfer(first, count)]))
+        result = self.stores[which].load([memory.transfer(first, count)]).wait()
         assert (block in result.done) == (block in self.visible)
         if block in self.visible:
             begin = sum(GEOMETRY.slice_sizes[:first])

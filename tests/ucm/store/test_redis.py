@@ -183,7 +183,7 @@ def test_values_are_received_in_place(redis_server: RedisServer) -> None:
         memory = Memory(KEYS[0], big)
         tracemalloc.start()
         try:
-            assert store.wait(store.load([memory.transfer()])).failed == {}
+            assert store.load([memory.transfer()]).wait().failed == {}
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -209,7 +209,7 @@ def test_small_slices_move_together(redis_server: RedisServer) -> None:
 
 def test_parts_of_blocks(store: KVStore) -> None:
     memories = [Memory(block, EVEN) for block in KEYS]
-    result = store.wait(store.load([memory.transfer(2, 3) for memory in memories]))
+    result = store.load([memory.transfer(2, 3) for memory in memories]).wait()
     assert result.failed == {}
     begin, end = sum(EVEN.slice_sizes[:2]), sum(EVEN.slice_sizes[:5])
     for memory in memories:
@@ -253,7 +253,7 @@ def test_a_damaged_value_is_a_miss_and_is_removed(store: KVStore, redis_server: 
         assert not client.exists(name(KEYS[0]))
     assert store.stats()["redis"].quarantined_blocks == 1
     part = Memory(KEYS[1], EVEN)
-    assert store.wait(store.load([part.transfer(1, 2)])).failed == {}
+    assert store.load([part.transfer(1, 2)]).wait().failed == {}
 
 
 @pytest.mark.parametrize("version", ["0", "2", "10", ""])
@@ -414,7 +414,7 @@ def test_memory_is_not_written_after_a_load_failed(
 ) -> None:
     line.pieces_left = pieces
     memories = [Memory(block, EVEN) for block in KEYS]
-    result = behind.wait(behind.load([memory.transfer() for memory in memories]))
+    result = behind.load([memory.transfer() for memory in memories]).wait()
     assert result.failed
     for memory in memories:
         memory.data[:] = bytes(len(memory.data))

@@ -187,7 +187,7 @@ def test_after_a_gap_few_blocks_are_asked_for(configure: Callable[..., StoreConf
 
 def test_parts_of_blocks(store: KVStore) -> None:
     memories = [Memory(block, EVEN) for block in [*KEYS, key(99)]]
-    result = store.wait(store.load([memory.transfer(2, 3) for memory in memories]))
+    result = store.load([memory.transfer(2, 3) for memory in memories]).wait()
     assert {block: error.cause for block, error in result.failed.items()} == {key(99): "missing"}
     begin, end = sum(EVEN.slice_sizes[:2]), sum(EVEN.slice_sizes[:5])
     for memory in memories[:-1]:
@@ -224,7 +224,7 @@ def test_parts_of_an_object_that_is_too_short(store: KVStore, s3_server: S3Serve
     """The server refuses to send a part that begins behind the end."""
     client, name = s3_server.store(), PREFIX + KEYS[0].hex()
     obstore.put(client, name, bytes(obstore.get(client, name).bytes())[:nbytes], use_multipart=False)
-    result = store.wait(store.load([Memory(block, EVEN).transfer(2, 3) for block in KEYS]))
+    result = store.load([Memory(block, EVEN).transfer(2, 3) for block in KEYS]).wait()
     assert {block: error.cause for block, error in result.failed.items()} == {KEYS[0]: "corrupt"}
     assert name not in objects(s3_server)
     assert store.stats()["s3"].resting == 0

@@ -78,7 +78,7 @@ def stage(slab: Slab, number: int) -> Row:
 def copied(reader: SlabReader, place: int, first: int = 0) -> list[bytes]:
     memories = [bytearray(size) for size in SIZES[first:]]
     block = BlockTransfer(KEYS[0], [memoryview(memory) for memory in memories], first)
-    result = reader.wait(reader.load([block], [place], ["posix"]))
+    result = reader.load([block], [place], ["posix"]).wait()
     assert not result.failed
     assert result.done == {KEYS[0]: "posix"}
     return [bytes(memory) for memory in memories]
@@ -96,7 +96,7 @@ def test_in_the_owners_process_a_reader_maps_nothing(slab: Slab, reader: SlabRea
     assert reader.attach(slab.address, 0, {})
     assert mappings() == before + 1  # its report's page
     into = bytearray(SIZES[0])
-    reader.wait(reader.load([BlockTransfer(KEYS[0], [memoryview(into)])], [slab.offset(row)], ["disk"]))
+    reader.load([BlockTransfer(KEYS[0], [memoryview(into)])], [slab.offset(row)], ["disk"]).wait()
     assert into == b"x" * SIZES[0]
     with pytest.raises(TypeError, match="read-only"):
         slab.whole()[0] = 0
@@ -174,7 +174,7 @@ def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(
         slab.filled(row, "posix")
         target = bytearray(b"z" * (2 * size + 2))
         slices = [memoryview(target)[1 : 1 + size], memoryview(target)[1 + size : -1].cast("B", [size])]
-        result = reader.wait(reader.load([BlockTransfer(KEYS[number], slices)], [slab.offset(row)], ["posix"]))
+        result = reader.load([BlockTransfer(KEYS[number], slices)], [slab.offset(row)], ["posix"]).wait()
         assert (result.failed, result.nbytes) == ({}, 2 * size)
         assert target == b"z" + bytes([1 + number]) * size + bytes([2 + number]) * size + b"z"
         slab.failed(row)
@@ -184,13 +184,13 @@ def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(
 
 def test_what_cannot_be_copied_is_told(slab: Slab, reader: SlabReader) -> None:
     block = BlockTransfer(KEYS[0], [memoryview(bytearray(PAGE))])
-    assert "does not exist" in str(reader.wait(reader.load([block], [0], ["posix"])).failed[KEYS[0]])
+    assert "does not exist" in str(reader.load([block], [0], ["posix"]).wait().failed[KEYS[0]])
     assert reader.attach(slab.address, 0, {})
     end = os.fstat(slab.address.descriptor).st_size
-    assert not reader.wait(reader.load([block], [end - PAGE], ["posix"])).failed
-    assert "ends before" in str(reader.wait(reader.load([block], [end - PAGE + 1], ["posix"])).failed[KEYS[0]])
+    assert not reader.load([block], [end - PAGE], ["posix"]).wait().failed
+    assert "ends before" in str(reader.load([block], [end - PAGE + 1], ["posix"]).wait().failed[KEYS[0]])
     frozen = BlockTransfer(KEYS[0], [memoryview(bytes(LARGE_BYTES))])
-    assert KEYS[0] in reader.wait(reader.load([frozen], [0], ["posix"])).failed
+    assert KEYS[0] in reader.load([frozen], [0], ["posix"]).wait().failed
 
 
 def test_memory_is_taken_only_where_it_is_written(clock: SimulatedClock) -> None:

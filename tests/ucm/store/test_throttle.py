@@ -41,23 +41,23 @@ def saved_in_the_background(store: KVStore) -> Task:
 def test_nothing_is_written_while_the_caller_computes(store: KVStore, clock: SimulatedClock) -> None:
     task = saved_in_the_background(store)
     clock.advance(60)
-    assert not store.check(task)
+    assert not task.check()
     store.throttle(active=False)
     clock.advance(guard.GRACE)
-    assert store.check(task)
+    assert task.check()
 
 
 def test_nothing_is_written_right_after_it_computed(store: KVStore, clock: SimulatedClock) -> None:
     task = saved_in_the_background(store)
     store.throttle(active=False)
     clock.advance(0.9 * guard.GRACE)
-    assert not store.check(task)
-    assert set(store.wait(task).done) == set(KEYS), "who waits is served at once"
+    assert not task.check()
+    assert set(task.wait().done) == set(KEYS), "who waits is served at once"
 
 
 def test_a_caller_that_waits_is_served(store: KVStore) -> None:
     task = saved_in_the_background(store)
-    assert set(store.wait(task).done) == set(KEYS)
+    assert set(task.wait().done) == set(KEYS)
 
 
 def test_loads_are_not_held_back(store: KVStore, clock: SimulatedClock) -> None:
@@ -65,7 +65,7 @@ def test_loads_are_not_held_back(store: KVStore, clock: SimulatedClock) -> None:
     store.throttle(active=True)
     task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
     clock.run_until_idle()
-    assert store.check(task)
+    assert task.check()
 
 
 def test_what_is_too_much_is_written_at_once(
@@ -75,10 +75,10 @@ def test_what_is_too_much_is_written_at_once(
     task = saved_in_the_background(store)
     # All but the last: with that alone waiting, there is time.
     clock.advance(60)
-    assert not store.check(task)
+    assert not task.check()
     store.throttle(active=False)
     clock.advance(guard.GRACE)
-    assert store.check(task)
+    assert task.check()
 
 
 def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock) -> None:
@@ -99,7 +99,7 @@ def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch, 
 def test_a_store_can_be_closed_meanwhile(store: KVStore) -> None:
     task = saved_in_the_background(store)
     store.close()
-    assert store.check(task)
+    assert task.check()
 
 
 def test_a_long_computation_does_not_hold_it_for_ever(clock: SimulatedClock) -> None:

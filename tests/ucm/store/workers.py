@@ -45,7 +45,7 @@ def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, 
             for memory in memories:
                 saved = store.save([memory.transfer()])
                 told.send(None)
-            store.wait(saved)
+            saved.wait()
 
 
 def live_with_limits(config: StoreConfig, namespace: str, most_nbytes: int) -> tuple[list[str], list[str]]:

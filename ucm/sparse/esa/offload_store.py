@@ -156,7 +156,7 @@ class OffloadStore:
             return
         under_way = []
         for saving in self._saving:
-            if self._store.check(saving.task):
+            if saving.task.check():
                 self._settle(saving)
             else:
                 under_way.append(saving)
@@ -195,14 +195,14 @@ class OffloadStore:
         """
         if fetch.task is None:
             return []
-        result = self._store.wait(fetch.task)
+        result = fetch.task.wait()
         self.counts["loaded"] += len(result.done)
         return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
 
     def abandon(self, fetch: Fetch) -> None:
         """Discard a load; its memory is kept until it has ended."""
         if fetch.task is not None:
-            self._store.wait(fetch.task)
+            fetch.task.wait()
 
     def drop(self, admission: int) -> None:
         """Delete the blocks of a request that has ended."""
@@ -231,7 +231,7 @@ class OffloadStore:
                 self._save(admission, places)
 
     def _settle(self, saving: _Saving) -> None:
-        result = self._store.wait(saving.task)
+        result = saving.task.wait()
         kept = self._kept.get(saving.admission)
         if kept is None:  # dropped during the save
             self._forget([block_key(self._engine, saving.admission, place) for place in saving.places])
@@ -255,7 +255,7 @@ class OffloadStore:
             return False
         self.counts["retried"] += 1
         transfers = [transfer for at, transfer in fetch.loads if at == row]
-        result = self._store.wait(self._store.load(transfers))
+        result = self._store.load(transfers).wait()
         for error in result.failed.values():
             # Other blocks may be lost, too: from now on freed blocks stay in host memory.
             self._trusted = False

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.clock import Clock, Queue
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TaskResult
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task
 
 PAGE = 4096
 #: The size reserved for a rank's record and report, in bytes.
@@ -379,10 +379,6 @@ class Slab:
         return self._free.pop()
 
 
-class CopyTask(TransferTask):
-    """A copy out of a slab."""
-
-
 class SlabReader:
     """A worker's side of a slab: copies blocks out of it on its own threads.
 
@@ -457,21 +453,13 @@ class SlabReader:
             places: For each block, the offset of its first requested layer slice in the slab.
             tiers: For each block, the tier it was read from.
         """
-        task = CopyTask(len(blocks), clock=self._clock)
+        task = TransferTask(len(blocks), clock=self._clock)
         step = -(-len(blocks) // COPY_THREADS) or 1
         self._pool.submit(
             partial(self._copy, task, blocks[at : at + step], places[at : at + step], tiers[at : at + step])
             for at in range(0, len(blocks), step)
         )
         return task
-
-    def check(self, task: Task) -> bool:
-        """Return whether a copy is finished."""
-        return _copy(task).is_finished()
-
-    def wait(self, task: Task) -> TaskResult:
-        """Wait for a copy and return its result."""
-        return _copy(task).result()
 
     def close(self) -> None:
         """Finish queued copies."""
@@ -501,12 +489,6 @@ class SlabReader:
 
 #: The slabs of this process, by token.
 _of_this_process: weakref.WeakValueDictionary[bytes, Slab] = weakref.WeakValueDictionary()
-
-
-def _copy(task: Task) -> CopyTask:
-    if not isinstance(task, CopyTask):
-        raise TypeError(f"{task!r} is not a task of the slab's")
-    return task
 
 
 _madvise = ctypes.CDLL(None).madvise

@@ -125,7 +125,7 @@ class Case:
         """Wait until the store has the released blocks, so that none of them is in host memory."""
         store = self.method.reader._opened
         for saving in store._saving:
-            store._store.wait(saving.task)
+            saving.task.wait()
         store.settle()
         assert not any(admission.copies for admission in store._kept.values())
 

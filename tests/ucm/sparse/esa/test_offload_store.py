@@ -73,7 +73,7 @@ def store(tmp_path: Path, clock: SimulatedClock) -> Iterator[OffloadStore]:
 
 def settle(store: OffloadStore) -> None:
     for saving in store._saving:
-        store._store.wait(saving.task)
+        saving.task.wait()
     store.settle()
 
 

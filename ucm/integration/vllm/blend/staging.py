@@ -58,7 +58,7 @@ class _Reading:
     number: int
     held: list[Row] = field(default_factory=list)
     mine: list[Row] = field(default_factory=list)
-    tasks: list[tuple[KVStore, Task]] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -217,11 +217,11 @@ class ChunkStager:
                 reading.mine.append(claimed[0])
         for store, share, sizes in zip(self._stores, self.shares, self._sizes, strict=True):
             transfers = [BlockTransfer(row.name[1], self._slab.memory(row, share, sizes)) for row in reading.mine]
-            reading.tasks.append((store, store.load(transfers)))
+            reading.tasks.append(store.load(transfers))
 
     def _end_reading(self, reading: _Reading) -> None:
         """Wait for the reads of `_begin_reading`."""
-        results = [store.wait(task) for store, task in reading.tasks]
+        results = [task.wait() for task in reading.tasks]
         for row in reading.mine:
             if all(row.name[1] in result.done for result in results):
                 self._slab.filled(row, str(results[0].done[row.name[1]]))

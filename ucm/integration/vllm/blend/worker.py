@@ -239,7 +239,7 @@ class BlendWorker:
             for number, piece in enumerate(room)
         ]
         task = self._slab.load(transfers, [place + share for place in places], [""] * len(places))
-        return None if self._slab.wait(task).failed else room
+        return None if task.wait().failed else room
 
     def _compute(self, stretch: _Stretch, runs: Sequence[Run]) -> None:
         """Run the model over some tokens of a blend."""
@@ -448,11 +448,10 @@ class BlendWorker:
         """Release the memory of saves that have ended."""
         still = []
         for task, transfers in self._saving:
-            if self._store is None or not self._store.check(task):
+            if not task.check():
                 still.append((task, transfers))
                 continue
-            failed = self._store.wait(task).failed
-            if failed:
+            if failed := task.wait().failed:
                 get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk were not stored", len(failed))
         self._saving = still
 

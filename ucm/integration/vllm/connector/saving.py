@@ -129,9 +129,10 @@ class SaveRoom:
 
 
 class SaveTask(Task):
-    """A save of whole blocks: each is copied into a row, and written from there once ``Saver.confirm`` says so.
+    """A save of whole blocks: each is copied into a row, and written from there once `confirm` says so.
 
     Args:
+        saver: Whose rows they are.
         keys: The blocks that have a row.
         rows: Their rows; none any more once they were handed to the store, or dropped.
         depths: Their depths, see ``BlockTransfer``.
@@ -142,6 +143,7 @@ class SaveTask(Task):
 
     def __init__(
         self,
+        saver: Saver,
         keys: Sequence[BlockKey],
         rows: Sequence[Buffer],
         depths: Sequence[int],
@@ -150,23 +152,96 @@ class SaveTask(Task):
         *,
         clock: Clock = SYSTEM,
     ) -> None:
+        self._saver = saver
         self.keys = keys
         self.rows = rows
-        self.depths = depths
-        self.retain_until = retain_until
-        self.checking = clock.lock()  #: held by the one thread that asks the store, which may not answer
+        self._depths = depths
+        self._retain_until = retain_until
+        self._checking = clock.lock()  # held by the one thread that asks the store, which may not answer
         self.copied = clock.event()  #: set while nothing reads the KV cache
         self.copied.set()
-        self.handed_over = clock.event()  #: nothing more is handed to the store
-        self.writing: deque[tuple[Task, Sequence[Buffer]]] = deque()
-        self.done: dict[BlockKey, str] = {}
-        self.failed = failed
-        self.nbytes = 0
-        self.seconds = 0.0
+        self._handed_over = clock.event()  # nothing more is handed to the store
+        self._writing: deque[tuple[Task, Sequence[Buffer]]] = deque()
+        self._done: dict[BlockKey, str] = {}
+        self._failed = failed
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    def confirm(self) -> None:
+        """Start to write the rows, whose content is complete and does not change any more."""
+        rows, self.rows = self.rows, ()
+        at_once = max(1, WRITE_BYTES // max(1, self._saver.row_bytes))
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            transfers = [
+                BlockTransfer(
+                    self.keys[number],
+                    self._saver.slices(row),
+                    depth=self._depths[number],
+                    retain_until=self._retain_until,
+                )
+                for number, row in enumerate(some, first)
+            ]
+            try:
+                self._writing.append((self._saver.store.save(transfers), some))
+            except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
+                self._raised(error)
+        self._handed_over.set()
+
+    def drop(self, error: StoreError | None = None) -> None:
+        """Write nothing of a task that was not confirmed; with an error, its blocks fail."""
+        if error is not None:
+            self._failed.update(dict.fromkeys(self.keys, error))
+        rows, self.rows = self.rows, ()
+        self._saver.room.give_back(rows)
+        self._handed_over.set()
+
+    def check(self) -> bool:
+        """Reclaim written rows, and return whether the whole task is finished; not while another thread does this."""
+        handed_over = self._handed_over.is_set()
+        if not self._checking.acquire(blocking=False):
+            return False
+        try:
+            for _ in range(len(self._writing)):
+                self._reclaim(wait=False)
+            return handed_over and not self._writing
+        finally:
+            self._checking.release()
+
+    def wait(self) -> TaskResult:
+        """Wait until all rows are written."""
+        self._handed_over.wait()
+        with self._checking:
+            while self._writing:
+                self._reclaim(wait=True)
+        done = {key: tier for key, tier in self._done.items() if key not in self._failed}
+        return TaskResult(done, self._failed, self._nbytes, self._seconds)
+
+    def _reclaim(self, *, wait: bool) -> None:
+        """Take back the rows that come next, if they are written; else look at them after all others."""
+        writing, rows = self._writing.popleft()
+        try:
+            if not (wait or writing.check()):
+                self._writing.append((writing, rows))
+                return
+            result = writing.wait()
+        except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
+            self._raised(error)
+            return
+        self._done.update(result.done)
+        self._failed.update(result.failed)
+        self._nbytes += result.nbytes
+        self._seconds = max(self._seconds, result.seconds)
+        self._saver.room.give_back(rows)
+
+    def _raised(self, error: Exception) -> None:
+        """Fail the blocks because the store raised, as a third-party one may; it may still write their rows."""
+        get_logger(__name__).error("[UCM.Save] a store failed unexpectedly", exc_info=error)
+        self._failed.update(dict.fromkeys(self.keys, StoreError(f"{type(error).__name__}: {error}")))
 
 
 class Saver:
-    """Hands rows to a store and reclaims them once written, without waiting for the store.
+    """Has the rows of saves, and reclaims them once written, without waiting for the store.
 
     A thread that lives while memory is held frees what is not needed. It also reclaims written rows, because an engine
     without requests has no steps in which its saves are checked.
@@ -179,77 +254,39 @@ class Saver:
     """
 
     def __init__(self, store: KVStore, sizes: Sequence[int], limit: int, *, clock: Clock = SYSTEM) -> None:
-        self._store = store
+        self.store = store
         self._offsets = tuple(accumulate(sizes, initial=0))
         self._clock = clock
-        self._room = SaveRoom(limit)
+        self.room = SaveRoom(limit)
         self._lock = clock.lock()
         self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
         self._thread: Thread | None = None
         self._closed = clock.event()
 
     @property
+    def row_bytes(self) -> int:
+        """The size of a row in bytes."""
+        return self._offsets[-1]
+
+    @property
     def waiting_bytes(self) -> int:
         """Bytes that were saved and are not written yet."""
-        return self._room.taken_bytes
+        return self.room.taken_bytes
 
     def begin(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         """Begin a save; the last blocks fail if there are not enough rows. Who keeps a row keeps its memory."""
-        rows = self._room.take(len(keys), self._offsets[-1])
+        rows = self.room.take(len(keys), self.row_bytes)
         failed: dict[BlockKey, StoreError] = {}
         if len(rows) < len(keys):
-            failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self._room.limit))
-        task = SaveTask(keys[: len(rows)], rows, depths, retain_until, failed, clock=self._clock)
+            failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self.room.limit))
+        task = SaveTask(self, keys[: len(rows)], rows, depths, retain_until, failed, clock=self._clock)
         if rows:
             self._watch(task)
         return task
 
-    def confirm(self, task: SaveTask) -> None:
-        """Start to write a task's rows, whose content is complete and does not change any more."""
-        rows, task.rows = task.rows, ()
-        at_once = max(1, WRITE_BYTES // max(1, self._offsets[-1]))
-        for first in range(0, len(rows), at_once):
-            some = rows[first : first + at_once]
-            transfers = [
-                BlockTransfer(
-                    task.keys[number], self._slices(row), depth=task.depths[number], retain_until=task.retain_until
-                )
-                for number, row in enumerate(some, first)
-            ]
-            try:
-                task.writing.append((self._store.save(transfers), some))
-            except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
-                self._failed(task, error)
-        task.handed_over.set()
-
-    def drop(self, task: SaveTask, error: StoreError | None = None) -> None:
-        """Write nothing of a task that was not confirmed; with an error, its blocks fail."""
-        if error is not None:
-            task.failed.update(dict.fromkeys(task.keys, error))
-        rows, task.rows = task.rows, ()
-        self._room.give_back(rows)
-        task.handed_over.set()
-
-    def check(self, task: SaveTask) -> bool:
-        """Reclaim written rows, and return whether the whole task is finished; not while another thread does this."""
-        handed_over = task.handed_over.is_set()
-        if not task.checking.acquire(blocking=False):
-            return False
-        try:
-            for _ in range(len(task.writing)):
-                self._reclaim(task, wait=False)
-            return handed_over and not task.writing
-        finally:
-            task.checking.release()
-
-    def wait(self, task: SaveTask) -> TaskResult:
-        """Wait for a task and return its result."""
-        task.handed_over.wait()
-        with task.checking:
-            while task.writing:
-                self._reclaim(task, wait=True)
-        done = {key: tier for key, tier in task.done.items() if key not in task.failed}
-        return TaskResult(done, task.failed, task.nbytes, task.seconds)
+    def slices(self, row: Buffer) -> list[Buffer]:
+        """Return the layer slices of the block in a row."""
+        return [row[begin:end] for begin, end in pairwise(self._offsets)]
 
     def close(self) -> None:
         """End the thread that frees memory, which uses the store; a thread that is stuck in it is abandoned."""
@@ -274,9 +311,9 @@ class Saver:
         enter_background()
         while not self._closed.wait(KEEP_SECONDS):
             self._check_all()
-            self._room.trim()
+            self.room.trim()
             with self._lock:
-                if not self._room.held_bytes:
+                if not self.room.held_bytes:
                     self._thread = None
                     return
 
@@ -286,29 +323,4 @@ class Saver:
         for task in tasks:
             if self._closed.is_set():
                 return
-            self.check(task)
-
-    def _reclaim(self, task: SaveTask, *, wait: bool) -> None:
-        """Take back the rows that come next in ``writing``, if they are written; else look at them after all others."""
-        writing, rows = task.writing.popleft()
-        try:
-            if not (wait or self._store.check(writing)):
-                task.writing.append((writing, rows))
-                return
-            result = self._store.wait(writing)
-        except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
-            self._failed(task, error)
-            return
-        task.done.update(result.done)
-        task.failed.update(result.failed)
-        task.nbytes += result.nbytes
-        task.seconds = max(task.seconds, result.seconds)
-        self._room.give_back(rows)
-
-    def _failed(self, task: SaveTask, error: Exception) -> None:
-        """Fail a task's blocks because the store raised, as a third-party one may; it may still write their rows."""
-        get_logger(__name__).error("[UCM.Save] a store failed unexpectedly", exc_info=error)
-        task.failed.update(dict.fromkeys(task.keys, StoreError(f"{type(error).__name__}: {error}")))
-
-    def _slices(self, row: Buffer) -> list[Buffer]:
-        return [row[begin:end] for begin, end in pairwise(self._offsets)]
+            task.check()

@@ -586,7 +586,7 @@ class Stager:
         results, at_rest = {}, True
         for store, task in tasks:
             try:
-                result = store.wait(task)
+                result = task.wait()
             except Exception:  # noqa: BLE001 - a third-party store, which may still write to the row
                 get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
                 at_rest = False

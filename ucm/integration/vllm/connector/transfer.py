@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
-from ucm.integration.vllm.connector.saving import Saver, SaveTask
+from ucm.integration.vllm.connector.saving import Saver
 from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TaskResult
 from ucm.store.config import StoreConfig
 from ucm.store.format import gather
-from ucm.store.memory.slab import CopyTask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucm.clock import Clock, Queue
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
+    from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError
     from ucm.store.memory.slab import SlabReader
 
@@ -45,7 +45,7 @@ class Staged:
 
 
 class GroupTransfer(ABC):
-    """Moves chunks of one KV-cache group; a call starts a task, ``wait`` ends it.
+    """Moves chunks of one KV-cache group; a call starts a task.
 
     Keys are those of chunks, and ``block_ids`` lists the blocks of one chunk after the other. For the store, a chunk is
     one block with more layer slices.
@@ -85,32 +85,20 @@ class GroupTransfer(ABC):
 
     def confirm(self, task: SaveTask) -> None:
         """Write a save's chunks after all its copies; each becomes visible when it is written."""
-        self.saver.confirm(task)
+        task.confirm()
 
     def drop(self, task: SaveTask) -> None:
         """Write nothing of a save."""
-        self.saver.drop(task)
+        task.drop()
 
     def throttle(self, *, active: bool) -> None:
         """Note that a forward starts or stops using the processors that saves need; see `KVStore.throttle`."""
         del active
 
-    def copied(self, task: SaveTask) -> None:
-        """Wait until a save no longer reads the KV cache; this takes as long as the copy, whatever the medium does."""
-        task.copied.wait()
-
     @property
     def waiting_bytes(self) -> int:
         """Bytes that were saved and are not written yet."""
         return self.saver.waiting_bytes
-
-    @abstractmethod
-    def check(self, task: Task) -> bool:
-        """Return whether a task is finished."""
-
-    @abstractmethod
-    def wait(self, task: Task) -> TaskResult:
-        """Wait for a task and return its result."""
 
     @abstractmethod
     def close(self) -> None:
@@ -163,18 +151,6 @@ class HostTransfer(GroupTransfer):
         """Pass the hint to the store, because the forward runs on the host's processors."""
         self.store.throttle(active=active)
 
-    def check(self, task: Task) -> bool:
-        """Return whether a task is finished."""
-        if isinstance(task, SaveTask):
-            return self.saver.check(task)
-        return (self._slab if isinstance(task, CopyTask) else self.store).check(task)
-
-    def wait(self, task: Task) -> TaskResult:
-        """Wait for a task and return its result."""
-        if isinstance(task, SaveTask):
-            return self.saver.wait(task)
-        return (self._slab if isinstance(task, CopyTask) else self.store).wait(task)
-
     def close(self) -> None:
         """Close the store."""
         self.saver.close()
@@ -212,28 +188,37 @@ class StagedTask(Task):
     """
 
     def __init__(self, keys: Sequence[BlockKey], *, clock: Clock = SYSTEM) -> None:
-        self.keys = keys
+        self._keys = keys
         self._clock = clock
-        self.finished = clock.event()
-        self.done: dict[BlockKey, str] = {}
-        self.failed: dict[BlockKey, StoreError] = {}
-        self.nbytes = 0
-        self.started = clock.monotonic()
-        self.seconds = 0.0
+        self._finished = clock.event()
+        self._done: dict[BlockKey, str] = {}
+        self._failed: dict[BlockKey, StoreError] = {}
+        self._nbytes = 0
+        self._started = clock.monotonic()
+        self._seconds = 0.0
 
     def take(self, result: TaskResult) -> None:
-        """Add the result of a chunk."""
-        self.done.update(result.done)
-        self.failed.update(result.failed)
-        self.nbytes += result.nbytes
+        """Add the result of a portion."""
+        self._done.update(result.done)
+        self._failed.update(result.failed)
+        self._nbytes += result.nbytes
 
     def end(self, error: Exception | None) -> None:
         """End the task; if the device failed, blocks that are not done have failed."""
         if error is not None:
             reason = device_failed(error)
-            self.failed.update({key: reason for key in self.keys if key not in self.done})
-        self.seconds = self._clock.monotonic() - self.started
-        self.finished.set()
+            self._failed.update({key: reason for key in self._keys if key not in self._done})
+        self._seconds = self._clock.monotonic() - self._started
+        self._finished.set()
+
+    def wait(self) -> TaskResult:
+        """Wait for the last portion."""
+        self._finished.wait()
+        return TaskResult(self._done, self._failed, self._nbytes, self._seconds)
+
+    def check(self) -> bool:
+        """Return whether the load has ended."""
+        return self._finished.is_set()
 
 
 def device_failed(error: Exception) -> StoreUnavailableError:
@@ -341,30 +326,18 @@ class StagedTransfer(GroupTransfer):
 
         def ended(error: Exception | None) -> None:
             if error is not None:
-                self.saver.drop(task, device_failed(error))
+                task.drop(device_failed(error))
             copied.set()
 
         self._gatherer.submit(lambda event: self._copy(task, event, block_ids, layers), ended)
 
     def confirm(self, task: SaveTask) -> None:
         """Write a save's chunks after its copies, whatever happened to the device since then."""
-        self._gatherer.submit(_nothing, lambda _: self.saver.confirm(task))
+        self._gatherer.submit(_nothing, lambda _: task.confirm())
 
     def drop(self, task: SaveTask) -> None:
         """Write nothing of a save, and reclaim its rows after its copies."""
-        self._gatherer.submit(_nothing, lambda _: self.saver.drop(task))
-
-    def check(self, task: Task) -> bool:
-        """Return whether a task is finished."""
-        return self.saver.check(task) if isinstance(task, SaveTask) else _staged(task).finished.is_set()
-
-    def wait(self, task: Task) -> TaskResult:
-        """Wait for a task and return its result."""
-        if isinstance(task, SaveTask):
-            return self.saver.wait(task)
-        staged = _staged(task)
-        staged.finished.wait()
-        return TaskResult(staged.done, staged.failed, staged.nbytes, staged.seconds)
+        self._gatherer.submit(_nothing, lambda _: task.drop())
 
     def close(self) -> None:
         """Finish queued transfers and close the store."""
@@ -401,7 +374,7 @@ class StagedTransfer(GroupTransfer):
         finally:
             # Also after a failure of the device: the next task needs staging memory that is no longer written.
             for *_, portion in reading:
-                self._wait(portion)
+                portion.wait()
 
     def _portions(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int]
@@ -420,7 +393,7 @@ class StagedTransfer(GroupTransfer):
         portion: tuple[list[Any], Sequence[BlockKey], Sequence[int], Task],
     ) -> None:
         staging, keys, block_ids, reading = portion
-        result = self._wait(reading)
+        result = reading.wait()
         blocks = self._memory.group.chunk_blocks
         rows = [
             row for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK and keys[row // blocks] in result.done
@@ -430,9 +403,6 @@ class StagedTransfer(GroupTransfer):
                 self._memory.scatter(rows, [block_ids[row] for row in rows], layers, staging)
             self._loader.stream.synchronize()
         task.take(result)
-
-    def _wait(self, task: Task) -> TaskResult:
-        return (self._slab if isinstance(task, CopyTask) else self._store).wait(task)
 
     def _copy(self, task: SaveTask, event: Any, block_ids: Sequence[int], layers: range) -> None:
         """Copy some layers of chunks into their rows, portion by portion."""
@@ -500,9 +470,3 @@ def _transfers(
         BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depths[row])
         for row, key in enumerate(keys)
     ]
-
-
-def _staged(task: Task) -> StagedTask:
-    if not isinstance(task, StagedTask):
-        raise TypeError(f"a task of another transfer: {type(task).__name__}")
-    return task

@@ -161,7 +161,7 @@ class TransferWorker:
 
         ended = [load for load in self._loading if not stays(load.moves)]
         for load in ended:
-            self.groups[load.moves.group].wait(load.task)
+            load.task.wait()
         refused = [*(load.moves for load in ended), *(moves for moves in plan.loads if not stays(moves))]
         self._loading = [load for load in self._loading if stays(load.moves)]
         plan.loads, plan.saves, plan.late_saves = (
@@ -198,7 +198,7 @@ class TransferWorker:
         ended: list[LoadUnderWay] = []
         still: list[LoadUnderWay] = []
         for load in self._loading:
-            done = wait or load.moves.places or self.groups[load.moves.group].check(load.task)
+            done = wait or load.moves.places or load.task.check()
             (ended if done else still).append(load)
         self._loading = still
         for load in ended:
@@ -228,7 +228,7 @@ class TransferWorker:
             whole: Whether this load completes the blocks, with all layers.
         """
         transfer = self.groups[moves.group]
-        result = transfer.wait(task)
+        result = task.wait()
         tokens = transfer.chunk_tokens if moves.group == self.counted_group else 0
         blocks = len(result.done) if whole else 0
         self.counters.loaded(blocks, result.nbytes, result.seconds, result.done.values(), tokens)
@@ -270,7 +270,7 @@ class TransferWorker:
     def _settle(self) -> None:
         if self.settles:
             for save in self._under_way:
-                save.transfer.copied(save.task)
+                save.task.copied.wait()
 
     def _throttle(self, *, active: bool) -> None:
         for transfer in self.groups.values():
@@ -321,7 +321,7 @@ class TransferWorker:
     def _left(self) -> int:
         """Return the sum of the transfers in progress and the bytes not written yet."""
         self._finish_saves(set())
-        self._loading = [load for load in self._loading if not self.groups[load.moves.group].check(load.task)]
+        self._loading = [load for load in self._loading if not load.task.check()]
         waiting = sum(transfer.waiting_bytes for transfer in self.groups.values())
         return len(self._loading) + len(self._under_way) + waiting
 
@@ -350,8 +350,8 @@ class TransferWorker:
         save.transfer.confirm(save.task)
 
     def _drop(self, save: SaveUnderWay) -> None:
+        self.counters.failed("save", "other", len(save.task.rows))  # chunks without a row have failed already
         save.transfer.drop(save.task)
-        self.counters.failed("save", "other", len(save.task.keys))
 
     def _save(self, moves: BlockMoves) -> None:
         save = self.begin_save(moves)
@@ -362,18 +362,18 @@ class TransferWorker:
         """Wait for loads into blocks that were given to another request after the first was aborted."""
         for load in self._loading:
             if not block_ids.isdisjoint(load.moves.block_ids):
-                self.groups[load.moves.group].wait(load.task)
+                load.task.wait()
 
     def _finish_saves(self, block_ids: set[int]) -> None:
         """Process finished saves, and wait until none reads one of these blocks."""
         still: list[SaveUnderWay] = []
         for save in self._under_way:
             if not save.block_ids.isdisjoint(block_ids):
-                save.transfer.copied(save.task)
-            if not save.transfer.check(save.task):
+                save.task.copied.wait()
+            if not save.task.check():
                 still.append(save)
                 continue
-            result = save.transfer.wait(save.task)
+            result = save.task.wait()
             if self.reports_stored:
                 rank = self._places[save.group]
                 self._stored.update(((save.group, key), {rank: tier}) for key, tier in result.done.items())

@@ -130,7 +130,7 @@ class Scene:
                 BlockTransfer(key, [memoryview(bytearray([number + 1]) * size) for size in GEOMETRY.slice_sizes])
                 for number, key in enumerate(keys)
             ]
-            assert not store.wait(store.save(transfers)).failed
+            assert not store.save(transfers).wait().failed
         return keys
 
     def matched(self, request: Request, computed: int = 0, exact: int = 0) -> int:

@@ -126,8 +126,8 @@ def test_a_rank_whose_weights_have_changed_says_so_to_the_others() -> None:
 @pytest.mark.parametrize(("epoch", "saves"), [(0, 1), (1, 0)])
 def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(epoch: int, saves: int) -> None:
     caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
-    store.check.return_value = True
-    store.wait.return_value.failed = {}
+    store.save.return_value.check.return_value = True
+    store.save.return_value.wait.return_value.failed = {}
     worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
     for step in (1, 2):
         plan = BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])] if step == 1 else [])

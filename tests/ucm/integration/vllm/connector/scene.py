@@ -17,6 +17,7 @@ from ucm.store.memory.slab import PAGE, Slab
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucm.clock import Event
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
     from ucm.testing.clock import SimulatedClock
@@ -25,6 +26,16 @@ SIZE = 4
 #: Four blocks and a half.
 TOKENS = list(range(18))
 BLOCK = BlockGeometry((8, 8), b"f" * 16)
+
+
+class Answered(TransferTask):
+    """A transfer whose end is learnt once the medium answers."""
+
+    answers: Event
+
+    def wait(self) -> TaskResult:
+        self.answers.wait()
+        return super().wait()
 
 
 class KeyStore(KVStore):
@@ -62,7 +73,8 @@ class KeyStore(KVStore):
         self.retained.append((list(depths), until))
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
-        task = TransferTask(len(blocks), clock=self._clock)
+        task = Answered(len(blocks), clock=self._clock)
+        task.answers = self.answers
         for block in blocks:
             self.read.append(block.key)
             if block.key in self.keys - self.damaged:
@@ -74,20 +86,6 @@ class KeyStore(KVStore):
         return task
 
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
-        raise NotImplementedError
-
-    def commit(self, keys: Sequence[BlockKey]) -> Task:
-        raise NotImplementedError
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        raise NotImplementedError
-
-    def wait(self, task: Task) -> TaskResult:
-        assert isinstance(task, TransferTask)
-        self.answers.wait()
-        return task.result()
-
-    def check(self, task: Task) -> bool:
         raise NotImplementedError
 
     def stats(self) -> Mapping[str, TierStats]:

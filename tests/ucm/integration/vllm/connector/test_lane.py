@@ -36,7 +36,7 @@ def lane(clock: SimulatedClock) -> _Lane:
 def run(clock: SimulatedClock, lane: _Lane, work: Any) -> None:
     task = StagedTask([], clock=clock)
     lane.submit(work, task.end)
-    task.finished.wait()
+    task.wait()
 
 
 def test_the_thread_has_the_device_of_its_stream(clock: SimulatedClock) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ucm.integration.vllm.connector import saving
 from ucm.integration.vllm.connector.saving import EXTENT_BYTES, Saver, SaveRoom, SaveTask
-from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError, Task
+from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError, Task, TransferTask
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 
@@ -115,34 +115,34 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
     """
     task = saver.begin(KEYS[:1], [0])
     memory: weakref.ref[object] = weakref.ref(task.rows[0].obj)
-    saver.confirm(task)
+    task.confirm()
     return task, memory
 
 
 def until_nothing_is_held(clock: SimulatedClock, saver: Saver) -> None:
     """Let as much time pass as unused memory is kept at most."""
     clock.advance(saving.KEEP_SECONDS - 0.001)
-    assert saver._room.held_bytes
+    assert saver.room.held_bytes
     clock.advance(saving.KEEP_SECONDS + 0.001)
-    assert saver._room.held_bytes == 0
+    assert saver.room.held_bytes == 0
     assert "ucm-free" not in clock.alive
 
 
 def test_an_engine_without_requests_gives_its_memory_back(clock: SimulatedClock, saver: Saver) -> None:
     for number in range(3):  # the thread ends with the memory, and starts again
         task, memory = save(saver)
-        assert saver._room.held_bytes
+        assert saver.room.held_bytes
         assert memory() is not None
         until_nothing_is_held(clock, saver)
         assert memory() is None
         assert saver.waiting_bytes == 0
-        assert saver.check(task)
-        assert list(saver.wait(task).done) == KEYS[:1], number
+        assert task.check()
+        assert list(task.wait().done) == KEYS[:1], number
 
 
 def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(clock: SimulatedClock, saver: Saver) -> None:
     task, _ = save(saver)
-    saver.wait(task)
+    task.wait()
     gone = weakref.ref(task)
     del task
     gc.collect()
@@ -152,42 +152,41 @@ def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(clock: SimulatedCl
 
 @pytest.mark.parametrize("call", ["save", "check", "wait"])
 def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(saver: Saver, call: str) -> None:
-    real = saver._store
-    saver._store = broken = create_autospec(KVStore, instance=True)
-    broken.save.side_effect, broken.check.side_effect = real.save, real.check
-    getattr(broken, call).side_effect = OSError("broken")
+    saver.store = store = create_autospec(KVStore, instance=True)
+    broken = store.save.return_value = create_autospec(Task, instance=True)
+    (store.save if call == "save" else getattr(broken, call)).side_effect = OSError("broken")
     task, _ = save(saver)
-    result = saver.wait(task) if call == "wait" else None
-    assert saver.check(task)
+    result = task.wait() if call == "wait" else None
+    assert task.check()
     if result is None:
-        result = saver.wait(task)
+        result = task.wait()
     assert (str(result.failed[KEYS[0]]), result.done) == ("OSError: broken", {})
     assert saver.waiting_bytes == GEOMETRY.nbytes
 
 
 def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: Saver) -> None:
     task = saver.begin(KEYS[:2], [0, 1])
-    assert not saver.check(task), "it waits for the confirmation"
+    assert not task.check(), "it waits for the confirmation"
     assert saver.waiting_bytes == 2 * GEOMETRY.nbytes
-    saver.drop(task)
-    assert saver.check(task)
-    result = saver.wait(task)
+    task.drop()
+    assert task.check()
+    result = task.wait()
     assert (result.done, result.failed, saver.waiting_bytes) == ({}, {}, 0)
     failing = saver.begin(KEYS[:2], [0, 1])
-    saver.drop(failing, StoreError("the device failed"))
-    saver.confirm(failing)
-    assert set(saver.wait(failing).failed) == set(KEYS[:2])
-    assert saver._store.lookup(KEYS[:2]) == [False, False]
+    failing.drop(StoreError("the device failed"))
+    failing.confirm()
+    assert set(failing.wait().failed) == set(KEYS[:2])
+    assert saver.store.lookup(KEYS[:2]) == [False, False]
 
 
 def test_blocks_beyond_the_limit_fail_and_say_so(saver: Saver, clock: SimulatedClock) -> None:
-    narrow = Saver(saver._store, GEOMETRY.slice_sizes, 2 * GEOMETRY.nbytes, clock=clock)
+    narrow = Saver(saver.store, GEOMETRY.slice_sizes, 2 * GEOMETRY.nbytes, clock=clock)
     task = narrow.begin(KEYS[:3], [16, 32, 48])
-    narrow.confirm(task)
-    result = narrow.wait(task)
+    task.confirm()
+    result = task.wait()
     assert (set(result.done), set(result.failed)) == (set(KEYS[:2]), set(KEYS[2:3]))
     assert "raise save_queue," in str(result.failed[KEYS[2]])
-    assert saver._store.lookup(KEYS[:3]) == [True, True, False]
+    assert saver.store.lookup(KEYS[:3]) == [True, True, False]
     narrow.close()
 
 
@@ -197,12 +196,12 @@ def test_closing_waits_for_the_thread_because_the_store_is_closed_next(
 ) -> None:
     checks, takes = [], 3.0 if answers else 3600.0
 
-    def check(task: Task) -> bool:
-        checks.append(task)
+    def check(self: TransferTask) -> bool:
+        checks.append(self)
         clock.sleep(takes)
         return False
 
-    monkeypatch.setattr(saver._store, "check", check)
+    monkeypatch.setattr(TransferTask, "check", check)
     tasks = [save(saver) for _ in range(3)]
     clock.advance(saving.KEEP_SECONDS)
     begun = clock.monotonic()
@@ -216,21 +215,21 @@ def test_a_store_that_does_not_answer_keeps_no_thread_waiting_for_another(
     clock: SimulatedClock, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that frees memory is stuck in the store; the engine's step goes on."""
-    answer, real = clock.event(), saver._store.check
+    answer, real = clock.event(), TransferTask.check
 
-    def check(task: Task) -> bool:
+    def check(self: TransferTask) -> bool:
         answer.wait()
-        return real(task)
+        return real(self)
 
-    monkeypatch.setattr(saver._store, "check", check)
+    monkeypatch.setattr(TransferTask, "check", check)
     task, _ = save(saver)
     clock.advance(saving.KEEP_SECONDS)
-    monkeypatch.setattr(saver._store, "check", real)
+    monkeypatch.setattr(TransferTask, "check", real)
     begun = clock.monotonic()
-    assert not saver.check(task), "another thread asks the store"
+    assert not task.check(), "another thread asks the store"
     other, _ = save(saver)
-    assert list(saver.wait(other).done) == KEYS[:1]
+    assert list(other.wait().done) == KEYS[:1]
     assert clock.monotonic() == begun
     answer.set()
-    assert list(saver.wait(task).done) == KEYS[:1]
-    assert saver.check(task)
+    assert list(task.wait().done) == KEYS[:1]
+    assert task.check()

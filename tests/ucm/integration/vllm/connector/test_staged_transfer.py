@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import tensor
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory
-from ucm.store.base import BlockKey
+from ucm.store.base import BlockKey, Task
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.memory.slab import SlabReader
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tests.ucm.integration.vllm.connector.tensors import Tensor
     from ucm.integration.vllm.connector.saving import SaveTask
-    from ucm.store.base import BlockTransfer, KVStore, Task, TaskResult
+    from ucm.store.base import BlockTransfer, KVStore, TaskResult
     from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
@@ -57,17 +57,27 @@ class Watched:
         self.writes.wait()
         return self._begun(self.inner.save(blocks))
 
-    def wait(self, task: Task) -> TaskResult:
-        result = self.inner.wait(task)
-        self.left.discard(id(task))
-        return result
-
     def _begun(self, task: Task) -> Task:
         self.left.add(id(task))
-        return task
+        return Waited(task, self.left)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class Waited(Task):
+    """A task that is crossed off a list once it was waited for."""
+
+    def __init__(self, inner: Task, left: set[int]) -> None:
+        self._inner, self._left = inner, left
+
+    def wait(self) -> TaskResult:
+        result = self._inner.wait()
+        self._left.discard(id(self._inner))
+        return result
+
+    def check(self) -> bool:
+        return self._inner.check()
 
 
 class Failing(DeviceMemory):
@@ -117,7 +127,7 @@ class Setup:
         return [self.content(block) for block in range(BLOCKS)]
 
     def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> TaskResult:
-        return self.transfer.wait(self.start_save(keys, blocks))
+        return self.start_save(keys, blocks).wait()
 
     def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int], *layers: range) -> SaveTask:
         """Copy some layers after the other, by default all at once, and confirm the save."""
@@ -133,7 +143,7 @@ class Setup:
                 path.unlink()
 
     def load(self, keys: Sequence[BlockKey], blocks: Sequence[int], layers: range = ALL) -> TaskResult:
-        return self.transfer.wait(self.transfer.load(keys, blocks, layers, None, range(len(keys))))
+        return self.transfer.load(keys, blocks, layers, None, range(len(keys))).wait()
 
     def wipe(self) -> None:
         for cache in self.caches.values():
@@ -165,7 +175,7 @@ def test_what_was_saved_is_loaded_into_other_blocks(setup: Setup, count: int) ->
 def test_layers_are_moved_apart(setup: Setup) -> None:
     were = setup.contents()
     task = setup.start_save(KEYS[:5], range(5), *(range(layer, layer + 1) for layer in (2, 0, 1)))
-    assert set(setup.transfer.wait(task).done) == set(KEYS[:5])
+    assert set(task.wait().done) == set(KEYS[:5])
     setup.wipe()
     empty = setup.contents()
     setup.load(KEYS[:5], range(5), range(1, 3))
@@ -178,12 +188,12 @@ def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
     setup.transfer.copy(tasks[0], range(3), ALL)
     setup.transfer.copy(tasks[1], range(3, 5), ALL)
     for task in tasks:
-        setup.transfer.copied(task)
-        assert not setup.transfer.check(task)
+        task.copied.wait()
+        assert not task.check()
     setup.transfer.confirm(tasks[0])
     setup.transfer.drop(tasks[1])
-    assert set(setup.transfer.wait(tasks[0]).done) == set(KEYS[:3])
-    assert setup.transfer.wait(tasks[1]).done == {}
+    assert set(tasks[0].wait().done) == set(KEYS[:3])
+    assert tasks[1].wait().done == {}
     assert setup.store.inner.lookup(KEYS[:5]) == [True] * 3 + [False] * 2
     assert setup.transfer.waiting_bytes == 0
 
@@ -201,16 +211,16 @@ def test_what_is_missing_is_told_and_the_rest_arrives(setup: Setup) -> None:
 
 def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
     task = setup.start_save(KEYS[:3], range(3))
-    assert not setup.transfer.check(task)
-    first = setup.transfer.wait(task)
-    assert setup.transfer.check(task)
-    assert setup.transfer.wait(task).done == first.done
+    assert not task.check()
+    first = task.wait()
+    assert task.check()
+    assert task.wait().done == first.done
     loading = setup.transfer.load(KEYS[:3], range(3), ALL, None, range(3))
     setup.clock.advance(2 * LOAD_SECONDS - 0.5)
-    assert not setup.transfer.check(loading)
+    assert not loading.check()
     setup.clock.advance(0.5)
-    assert setup.transfer.check(loading)
-    assert setup.transfer.wait(loading).seconds == 2 * LOAD_SECONDS, "of two chunks"
+    assert loading.check()
+    assert loading.wait().seconds == 2 * LOAD_SECONDS, "of two chunks"
 
 
 def test_closing_finishes_what_was_confirmed(setup: Setup, tmp_path: Path) -> None:
@@ -255,8 +265,8 @@ def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> N
 def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
     setup.device.at = frozenset({1})
     task = setup.start_save(KEYS[:2], range(2), *(range(layer, layer + 1) for layer in ALL))
-    setup.transfer.copied(task)
-    assert set(setup.transfer.wait(task).failed) == set(KEYS[:2])
+    task.copied.wait()
+    assert set(task.wait().failed) == set(KEYS[:2])
     assert setup.store.inner.lookup(KEYS[:2]) == [False, False]
 
 
@@ -266,12 +276,12 @@ def test_a_device_that_is_lost_after_the_copies_keeps_no_save_waiting(
 ) -> None:
     task = setup.transfer.save(KEYS[:2], range(2))
     setup.transfer.copy(task, range(2), ALL)
-    setup.transfer.copied(task)
+    task.copied.wait()
     monkeypatch.setattr(Stream, "use_device", create_autospec(Stream.use_device, side_effect=RuntimeError("lost")))
     (setup.transfer.confirm if confirmed else setup.transfer.drop)(task)
     setup.clock.advance(1.0)
-    assert setup.transfer.check(task)
-    assert set(setup.transfer.wait(task).done) == (set(KEYS[:2]) if confirmed else set())
+    assert task.check()
+    assert set(task.wait().done) == (set(KEYS[:2]) if confirmed else set())
     assert setup.transfer.waiting_bytes == 0
 
 
@@ -284,8 +294,8 @@ def test_loads_and_saves_at_once(setup: Setup) -> None:
     for _ in range(20):
         loads = setup.transfer.load(KEYS[:4], range(4), ALL, None, range(4))
         saves = setup.start_save(KEYS[6:], range(6, 12))
-        assert not setup.transfer.wait(loads).failed
-        assert not setup.transfer.wait(saves).failed
+        assert not loads.wait().failed
+        assert not saves.wait().failed
         setup.delete(KEYS[6:])
         assert setup.contents()[:4] == were[:4]
     setup.save(KEYS[6:], range(6, 12))
@@ -309,12 +319,12 @@ def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow
     partly = narrow.start_save(KEYS[:6], range(6), *(range(layer, layer + 1) for layer in ALL))
     refused = narrow.start_save(KEYS[6:8], range(6, 8))
     narrow.clock.run_until_idle()
-    assert not narrow.transfer.check(partly)
-    narrow.transfer.copied(refused)
+    assert not partly.check()
+    refused.copied.wait()
     narrow.store.writes.set()
-    result = narrow.transfer.wait(refused)
+    result = refused.wait()
     assert (result.done, set(result.failed), result.nbytes) == ({}, set(KEYS[6:8]), 0)
-    result = narrow.transfer.wait(partly)
+    result = partly.wait()
     assert (set(result.done), set(result.failed)) == (set(KEYS[:4]), set(KEYS[4:6]))
     assert {error.cause for error in result.failed.values()} == {"full"}
     assert "raise save_queue," in str(result.failed[KEYS[4]])

@@ -115,7 +115,7 @@ class Setup:
             slices.append(memoryview(memory)[at : at + size])
             at += size
         with self.reopen() as store:
-            result = store.wait(store.load([BlockTransfer(key, slices)]))
+            result = store.load([BlockTransfer(key, slices)]).wait()
         return bytes(memory) if result.done else None
 
 

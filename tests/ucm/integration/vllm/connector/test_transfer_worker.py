@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
-from ucm.clock import SYSTEM
+from ucm.clock import SYSTEM, Event
 from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.saving import SaveTask
+from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.store.base import (
@@ -19,6 +20,7 @@ from ucm.store.base import (
     BlockKey,
     BlockMissingError,
     StoreFullError,
+    StoreUnavailableError,
     Task,
     TaskResult,
 )
@@ -37,10 +39,25 @@ KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(8)]
 class Call(SaveTask):
     """A load, or a save, whose rows nobody needs here."""
 
-    def __init__(self, what: str, keys: Sequence[BlockKey], layers: range) -> None:
-        super().__init__(list(keys), (), (), 0.0, {})
-        self.what, self.layers = what, layers
+    def __init__(self, scripted: Scripted, what: str, keys: Sequence[BlockKey], layers: range) -> None:
+        rows = [memoryview(b"")] * len(keys)
+        super().__init__(create_autospec(Saver, instance=True), list(keys), rows, (), 0.0, {})
+        self._scripted, self.what, self._layers = scripted, what, layers
+        copied: Any = create_autospec(Event, instance=True)
+        copied.wait.side_effect = lambda: scripted.log.append(f"copied {_names(keys)}")
+        self.copied = copied
         self.finished = False
+
+    def check(self) -> bool:
+        return self.finished
+
+    def wait(self) -> TaskResult:
+        scripted = self._scripted
+        scripted.log.append(f"wait {self.what} {_names(self.keys)}{_layers(self._layers)}")
+        self.finished = True
+        failed = {key: scripted.failing[self.what, key] for key in self.keys if (self.what, key) in scripted.failing}
+        done = {key: "posix" for key in self.keys if key not in failed}
+        return TaskResult(done, failed, len(done) * scripted.chunk_bytes, 0.1)
 
 
 class Scripted(GroupTransfer):
@@ -72,7 +89,7 @@ class Scripted(GroupTransfer):
         return self._call("load", keys, layers, f" into {list(block_ids)}")
 
     def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
-        call = Call("save", keys, range(0))
+        call = Call(self, "save", keys, range(0))
         self.calls.append(call)
         return call
 
@@ -87,24 +104,9 @@ class Scripted(GroupTransfer):
         self.log.append(f"drop {_names(task.keys)}")
         task.finished = True
 
-    def copied(self, task: SaveTask) -> None:
-        self.log.append(f"copied {_names(task.keys)}")
-
     @property
     def waiting_bytes(self) -> int:
         return self.chunk_bytes * sum(len(call.keys) for call in self.calls if not call.finished)
-
-    def check(self, task: Task) -> bool:
-        assert isinstance(task, Call)
-        return task.finished
-
-    def wait(self, task: Task) -> TaskResult:
-        assert isinstance(task, Call)
-        self.log.append(f"wait {task.what} {_names(task.keys)}{_layers(task.layers)}")
-        task.finished = True
-        failed = {key: self.failing[task.what, key] for key in task.keys if (task.what, key) in self.failing}
-        done = {key: "posix" for key in task.keys if key not in failed}
-        return TaskResult(done, failed, len(done) * self.chunk_bytes, 0.1)
 
     def close(self) -> None:
         self.log.append("close")
@@ -119,7 +121,7 @@ class Scripted(GroupTransfer):
         return said
 
     def _call(self, what: str, keys: Sequence[BlockKey], layers: range, more: str = "") -> Task:
-        call = Call(what, keys, layers)
+        call = Call(self, what, keys, layers)
         self.calls.append(call)
         self.log.append(f"{what} {_names(keys)}{_layers(layers)}{more}")
         return call
@@ -500,6 +502,19 @@ def test_what_an_earlier_epoch_left_unconfirmed_is_forgotten() -> None:
     setup.worker.begin(StepPlan(2, epoch=1, confirmed=1))
     assert setup.transfer.said() == ["drop 1 2"]
     assert setup.counts.blocks["save.other"] == 2
+
+
+def test_what_failed_before_it_was_forgotten_is_counted_once() -> None:
+    setup = Setup()
+    setup.transfer.failing = {("save", key): StoreUnavailableError("a copy on the device failed") for key in KEYS[1:3]}
+    plan = StepPlan(1, saves=[moves(1, 2, step=1)], confirmed=0)
+    setup.worker.begin(plan)
+    setup.worker.save(plan)
+    setup.transfer.calls[-1].rows = ()  # they were given back
+    setup.transfer.finish()
+    setup.worker.begin(StepPlan(2, epoch=1, confirmed=1))
+    setup.worker.begin(StepPlan(3, epoch=1, confirmed=1))
+    assert {name: blocks for name, blocks in setup.counts.blocks.items() if blocks} == {"save.unavailable": 2}
 
 
 def test_nothing_confirms_what_the_end_finds() -> None:

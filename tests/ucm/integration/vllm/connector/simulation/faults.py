@@ -20,10 +20,22 @@ Item = TypeVar("Item")
 class Deferred(Task):
     """A deferred call."""
 
-    def __init__(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> None:
-        self.queue = queue
+    def __init__(self, store: FaultyStore, queue: deque[Deferred], run: Callable[[], TaskResult]) -> None:
+        self._store = store
+        self._queue = queue
         self.run = run
         self.result: TaskResult | None = None
+
+    def wait(self) -> TaskResult:
+        with self._store.lock:
+            while self.result is None:
+                _carry_out(self._queue)
+            return self.result
+
+    def check(self) -> bool:
+        with self._store.lock:
+            self._store.some(self._queue)
+        return self.result is not None
 
 
 class FaultyStore(KVStore):
@@ -54,7 +66,7 @@ class FaultyStore(KVStore):
         self._failing_loads = failing_loads
         self._failing_saves = failing_saves
         self._late = late
-        self._lock = clock.condition()  # a reentrant lock: the scheduler side calls it from several threads
+        self.lock = clock.condition()  # a reentrant lock: the scheduler side calls it from several threads
         self._loads: deque[Deferred] = deque()
         self._saves: deque[Deferred] = deque()
         self.failed = 0
@@ -72,7 +84,7 @@ class FaultyStore(KVStore):
         good, failed = self._split(blocks, lambda block: block.key, error, self._failing_loads)
 
         def run() -> TaskResult:
-            result = self.inner.wait(self.inner.load(good))
+            result = self.inner.load(good).wait()
             for block in blocks:
                 if block.key in failed or block.key in result.failed:
                     for layer_slice in block.slices:  # the memory of a failed block may contain anything
@@ -90,22 +102,9 @@ class FaultyStore(KVStore):
             if seen != [[bytes(layer_slice) for layer_slice in block.slices] for block in good]:
                 self.overwritten = True
                 raise AssertionError("a block was written while it was being saved")
-            return _with(self.inner.wait(self.inner.save(good)), failed)
+            return _with(self.inner.save(good).wait(), failed)
 
         return self._defer(self._saves, run)
-
-    def wait(self, task: Task) -> TaskResult:
-        assert isinstance(task, Deferred)
-        with self._lock:
-            while task.result is None:
-                _carry_out(task.queue)
-            return task.result
-
-    def check(self, task: Task) -> bool:
-        assert isinstance(task, Deferred)
-        with self._lock:
-            self._some(task.queue)
-        return task.result is not None
 
     def renew(self, depths: Mapping[BlockKey, int]) -> None:
         self.inner.renew(depths)
@@ -119,13 +118,13 @@ class FaultyStore(KVStore):
         self.inner.close()
 
     def _defer(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> Deferred:
-        task = Deferred(queue, run)
-        with self._lock:
+        task = Deferred(self, queue, run)
+        with self.lock:
             queue.append(task)
-            self._some(queue)
+            self.some(queue)
         return task
 
-    def _some(self, queue: deque[Deferred]) -> None:
+    def some(self, queue: deque[Deferred]) -> None:
         while queue and self._chance.random() >= self._late:
             _carry_out(queue)
 

@@ -26,7 +26,7 @@ def wrong_blocks(engine: Engine, directory: Path) -> tuple[int, list[str]]:
                 sizes = rank.geometries[group.index].slice_sizes
                 memory = {key: [bytearray(nbytes) for nbytes in sizes] for key in there}
                 blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in memory.items()]
-                done = store.wait(store.load(blocks)).done
+                done = store.load(blocks).wait().done
                 count += len(done)
                 for key in done:
                     right = engine.truth.cells(engine.keys.tokens[key])[rank.number, layers, -group.chunk_tokens :]

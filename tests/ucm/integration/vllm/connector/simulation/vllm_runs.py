@@ -98,7 +98,7 @@ def check_stored(engine: VllmEngine) -> int:
         there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
         read = {key: [bytearray(nbytes) for _ in range(slices)] for key in there}
         blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in read.items()]
-        for key in store.inner.wait(store.inner.load(blocks)).done:
+        for key in store.inner.load(blocks).wait().done:
             right = engine.truth.cells(engine.known[key])[memory.rank, layers, -tokens:]
             assert b"".join(read[key]) == right.astype(CELL).tobytes(), "a wrong block was stored"
             count += 1
