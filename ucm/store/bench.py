@@ -25,7 +25,7 @@ import numpy as np
 from ucm.errors import UcmError
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
 from ucm.store.factory import authenticator_of, is_on_servers, open_store, open_tier, remove_blocks
-from ucm.store.format import aligned_buffer
+from ucm.store.format import aligned_buffer, checksum
 from ucm.store.memory.segment import delete_blocks
 from ucm.store.memory.slab import PAGE, Slab, SlabReader
 from ucm.store.posix.layout import Layout, owner_name
@@ -121,6 +121,10 @@ class Figures:
         """Return the median seconds of processor time that an operation takes for a GB."""
         return median(self.processor[operation]) / self.workload.nbytes * 1e9
 
+    def checked(self, plain: str) -> str:
+        """Return the name of an operation on plain files with checksums; empty if it was not measured."""
+        return next((name for name in self.seconds if name.startswith(f"{plain} checked x")), "")
+
     def ratio(self, operation: str, beside: str) -> tuple[float, float]:
         """Return the speed of ``operation`` relative to ``beside``: of the best rounds, and the median over rounds."""
         one, other = self.seconds[operation], self.seconds[beside]
@@ -158,9 +162,10 @@ def bench(
 
     Returns:
         The figures of ``elsewhere``; of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as
-            ``… xN``, by as many threads as the store uses; of the store's ``save``, ``load hot`` and ``load cold``; and
-            of ``staged``, a worker's copies of blocks that were found and lie verified in memory. Files in memory have
-            no cold reads.
+            ``… xN``, by as many threads as the store uses; of the same threads with one checksum per block, as
+            ``… checked xN``, which no store that verifies can surpass; of the store's ``save``, ``load hot`` and
+            ``load cold``; and of ``staged``, a worker's copies of blocks that were found and lie verified in memory.
+            Files in memory have no cold reads.
 
     Raises:
         UcmError: The store cannot be opened, or a transfer failed.
@@ -255,17 +260,19 @@ class _Run:
         writes: list[tuple[str, Callable[[], None]]] = [
             ("write", lambda: self._each(self._write)),
             (f"write x{saves}", lambda: self._each(self._write, saves)),
+            (f"write checked x{saves}", lambda: self._each(self._write_checked, saves)),
             ("save", self._save),
         ]
         self._delete(stored=True)
         # Alternate the order, because the first one finds the disk idle.
-        for operation, action in writes if number % 2 else [writes[2], *writes[:2]]:
+        for operation, action in writes if number % 2 else [writes[-1], *writes[:-1]]:
             if operation != "save":
                 self._delete()
             yield operation, action
         reads: list[tuple[str, Callable[[], None]]] = [
             ("read", lambda: self._each(self._read)),
             (f"read x{loads}", lambda: self._each(self._read, loads)),
+            (f"read checked x{loads}", lambda: self._each(self._read_checked, loads)),
             ("load", self._load),
         ]
         # The first read of a file after it was written costs more than later ones: the kernel moves its pages.
@@ -274,10 +281,10 @@ class _Run:
         self._load()
         self._verify()
         self._store.flush(_FLUSH_SECONDS)
-        for operation, action in reads if number % 2 else [reads[2], *reads[:2]]:
+        for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
             yield f"{operation[:4]} hot{operation[4:]}", action
         if self._config.pipeline == "Posix":
-            for operation, action in reads if number % 2 else [reads[2], *reads[:2]]:
+            for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
                 self._drop()
                 yield f"{operation[:4]} cold{operation[4:]}", action
 
@@ -300,6 +307,14 @@ class _Run:
         descriptor = os.open(f"{self._plain}/{number}", os.O_RDONLY)
         os.preadv(descriptor, [self._into[number]], 0)
         os.close(descriptor)
+
+    def _write_checked(self, number: int) -> None:
+        checksum(self._from[number])
+        self._write(number)
+
+    def _read_checked(self, number: int) -> None:
+        self._read(number)
+        checksum(self._into[number])
 
     def _save(self) -> None:
         save_all(self._store, self._saves)

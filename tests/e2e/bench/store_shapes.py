@@ -67,7 +67,9 @@ def figures(rounds: int = ROUNDS) -> Iterator[Figure]:
     """Measure every shape in both tiers, and print a table; files are in the build directory."""
     root = BUILD / "bench" / "store"
     shutil.rmtree(root, ignore_errors=True)
-    table = Table("GB/s, medians", "", "ours", "plain", PEER, "ours, processor s/GB", "plain")
+    table = Table(
+        "GB/s, medians", "", "ours", "plain", "with checksums", PEER, "ours, processor s/GB", "plain", "with checksums"
+    )
     try:
         for blocks, nbytes in BLOCKS:
             for slices in SLICES:
@@ -106,11 +108,12 @@ def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iter
     for operation, (plain, share) in beside(config).items():
         if operation not in found.seconds or (operation == "staged" and config.pipeline != "Dram"):
             continue
-        costs = [f"{detail[f'{name}, processor s/GB']:.2f}" for name in (operation, plain)]
-        table.add_row(what, f"{operation}, beside {plain}", *_rates(detail, operation, plain), *costs)
-        yield Figure(
-            f"{what}: {operation}, seconds to {plain}", 1 / found.ratio(operation, plain)[1], "", 1 / share, detail
-        )
+        checked = found.checked(plain)
+        costs = [f"{detail[f'{name}, processor s/GB']:.2f}" for name in (operation, plain, checked) if name]
+        table.add_row(what, f"{operation}, beside {plain}", *_rates(detail, operation, plain, checked), *costs)
+        for other in filter(None, (plain, checked)):
+            ratio = 1 / found.ratio(operation, other)[1]
+            yield Figure(f"{what}: {operation}, seconds to {other}", ratio, "", 1 / share, detail)
         yield from _to_peer(what, operation, found, detail)
 
 
@@ -118,7 +121,7 @@ def _beside_peer(what: str, found: Figures, operations: Sequence[str], table: Ta
     """Compare some operations with the peer's alone; plain files pass through the page cache."""
     detail = {name: found.rate(name)[1] for name in found.seconds}
     for operation in operations:
-        table.add_row(what, operation, *_rates(detail, operation, ""))
+        table.add_row(what, operation, *_rates(detail, operation, "", ""))
         yield from _to_peer(what, operation, found, detail)
 
 
@@ -129,8 +132,9 @@ def _to_peer(what: str, operation: str, found: Figures, detail: dict[str, float]
         yield Figure(f"{what}: {operation}, seconds to {PEER}", ratio, "", 1.0, detail)
 
 
-def _rates(detail: dict[str, float], operation: str, plain: str) -> list[str]:
-    return [f"{detail[name]:.2f}" if name in detail else "" for name in (operation, plain, f"{PEER} {operation}")]
+def _rates(detail: dict[str, float], operation: str, plain: str, checked: str) -> list[str]:
+    names = (operation, plain, checked, f"{PEER} {operation}")
+    return [f"{detail[name]:.2f}" if name in detail else "" for name in names]
 
 
 def chunks(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> Iterator[Figure]:

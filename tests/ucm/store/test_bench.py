@@ -22,9 +22,10 @@ def test_every_operation_is_measured_in_every_round(config: StoreConfig, memory:
     chosen = replace(config, pipeline=pipeline, dram_directory=memory, dram_capacity_bytes=1 << 24, load_threads=3)
     heard: list[str] = []
     figures = bench(for_bench(chosen), SMALL, heard.append)
-    expected = ["memcpy", "staged", "write", "write x2", "save", "read hot", "read hot x3", "load hot"]
+    expected = ["memcpy", "staged", "write", "write x2", "write checked x2", "save"]
+    expected += ["read hot", "read hot x3", "read hot checked x3", "load hot"]
     if pipeline == "Posix":
-        expected += ["read cold", "read cold x3", "load cold"]
+        expected += ["read cold", "read cold x3", "read cold checked x3", "load cold"]
     assert sorted(figures.seconds) == sorted(expected)
     assert all(len(seconds) == SMALL.rounds for seconds in figures.seconds.values())
     assert {operation: len(used) for operation, used in figures.processor.items()} == dict.fromkeys(
@@ -51,9 +52,9 @@ def test_files_may_be_left_for_the_caller_to_delete(config: StoreConfig, memory:
         bench(chosen, SMALL, tidy=False)
     left = [path for path in Path(config.directories[0]).rglob("*") if path.is_file()]
     aside = [path for path in left if path.parent.name.startswith("bench-aside-")]
-    # A round writes the blocks, and plain files twice. What the last round wrote last is in place, but the second
+    # A round writes the blocks, and plain files three times. What the last round wrote last is in place, but the second
     # benchmark moved the blocks of the first one.
-    assert len(aside) == (2 * (3 * SMALL.rounds - 2) + 1) * SMALL.blocks
+    assert len(aside) == (2 * (4 * SMALL.rounds - 2) + 1) * SMALL.blocks
     assert {path.stat().st_size for path in aside} == {0}
     assert list(Path(memory).iterdir()) == []
 
