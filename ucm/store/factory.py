@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-import threading
+from collections import deque
 from contextlib import closing, suppress
-from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,7 +32,6 @@ from ucm.store.base import (
 from ucm.store.config import ENTRY_POINT_GROUP, OURS
 from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
 from ucm.store.guard import unexpected
-from ucm.store.health import Pool, RefusableJob
 from ucm.store.memory.directory import check_apart
 from ucm.store.memory.dram import DramTier
 from ucm.store.posix.layout import Layout, check_namespace
@@ -52,9 +49,6 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, BlockTransfer
     from ucm.store.config import StoreConfig
     from ucm.store.tier import TierOptions
-
-#: How often, in seconds, a thread that waits for a task checks whether opening has taken too long.
-_LOOK_SECONDS = 1.0
 
 
 class EmptyStore(KVStore):
@@ -107,73 +101,74 @@ class OpeningTask(Task):
     """A transfer that begins when the store is open, or is refused.
 
     Args:
+        opening: The store that is being opened.
         keys: The blocks to transfer.
-        pool: Whose thread opens the store.
-        clock: The store's clock.
+        call: Starts the transfer in the open store.
     """
 
-    def __init__(self, keys: Sequence[BlockKey], pool: Pool, *, clock: Clock = SYSTEM) -> None:
-        self._keys = keys
-        self._pool = pool
-        self._ended = clock.event()
-        self._begun: Task | None = None  # the store's own task, once it has one
-        self._result = TaskResult({}, {}, 0, 0.0)  # of a refused transfer
+    def __init__(self, opening: OpeningStore, keys: Sequence[BlockKey], call: Callable[[KVStore], Task]) -> None:
+        self._opening, self._keys, self._call = opening, keys, call
+        self._unbegun = TransferTask(len(keys))
+        self._task: Task = self._unbegun  # or the store's own, once it has one
 
-    def begin(self, store: KVStore, call: Callable[[KVStore], Task]) -> None:
+    def begin(self, store: KVStore) -> None:
         """Start the transfer in the open store."""
         try:
-            self._begun = call(store)
+            self._task = self._call(store)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             self.refuse(unexpected(error))
-        self._ended.set()
 
     def refuse(self, error: StoreError) -> None:
         """Fail the transfer."""
-        self._result = TaskResult({}, dict.fromkeys(self._keys, error), 0, 0.0)
-        self._ended.set()
+        for key in self._keys:
+            self._unbegun.failed(key, error)
 
     def wait(self) -> TaskResult:
         """Wait until the transfer is finished, or refused because the store takes too long to open."""
-        while not self._ended.wait(_LOOK_SECONDS):
-            self._pool.relieve()
-        return self._result if self._begun is None else self._begun.wait()
+        self._opening.end_patience(self)
+        return self._task.wait()
 
     def check(self) -> bool:
         """Return whether the transfer is finished or refused."""
-        self._pool.relieve()
-        return self._ended.is_set() and (self._begun is None or self._begun.check())
+        if self._opening.is_over:
+            self._opening.end_patience(self)
+        return self._task.check()
 
 
 class OpeningStore(KVStore):
-    """Opens a store in a separate thread; until then it finds nothing.
+    """Opens a store in a separate thread.
 
-    Transfers wait for the store, in the order of the calls. Once opening has taken longer than ``patience`` or has
-    failed, they are refused immediately; if opening succeeds late, the store is used normally from then on.
+    Lookups wait for it, so their callers must be in a thread that may wait. Transfers are carried out once it is open,
+    in the order of the calls. Once opening has taken longer than ``patience`` or has failed, nothing is found and
+    transfers are refused, at once; if opening succeeds late, the store is used normally from then on.
 
     Args:
         make: Opens the store.
-        patience: How many seconds transfers wait for the store.
+        patience: How many seconds calls wait for the store.
         clock: The clock that ``make`` gives to the store.
     """
 
     def __init__(self, make: Callable[[], KVStore], patience: float, *, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self._make = make
-        self._lock = threading.Lock()
+        self._until = clock.monotonic() + patience
+        self._lock = clock.lock()
         self._store: KVStore | None = None
         self._why: StoreError = StoreTimeoutError("the store is still being opened: its medium does not answer")
-        self._waiting = 0
+        self._waiting: deque[OpeningTask] = deque()
+        self._ended = clock.event()  # it is open, or cannot be opened
         self._closed = False
-        self._pool = Pool("ucm-open", 1, patience=patience, rest=math.inf, clock=clock)
-        self._pool.submit([self._open])
+        clock.thread(self._open, "ucm-open").start()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Look up blocks; find nothing until the store is open."""
-        return [False] * len(keys) if self._store is None else self._store.lookup(keys)
+        """Look up blocks; find nothing in a store that cannot be opened in time."""
+        store = self._opened()
+        return [False] * len(keys) if store is None else store.lookup(keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Look up a prefix; find nothing until the store is open."""
-        return 0 if self._store is None else self._store.lookup_on_prefix(keys)
+        """Look up a prefix; find nothing in a store that cannot be opened in time."""
+        store = self._opened()
+        return 0 if store is None else store.lookup_on_prefix(keys)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks once the store is open."""
@@ -183,6 +178,16 @@ class OpeningStore(KVStore):
         """Save blocks once the store is open."""
         return self._move([block.key for block in blocks], lambda store: store.save(blocks))
 
+    def renew(self, depths: Mapping[BlockKey, int]) -> None:
+        """Renew blocks, as lookups find them."""
+        if (store := self._opened()) is not None:
+            store.renew(depths)
+
+    def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
+        """Lease blocks, as lookups find them."""
+        if (store := self._opened()) is not None:
+            store.retain(depths, until, pinned=pinned)
+
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to an open store; the opening thread ignores it, because it mostly waits."""
         if self._store is not None:
@@ -190,13 +195,10 @@ class OpeningStore(KVStore):
 
     def flush(self, seconds: float) -> bool:
         """Wait for the store to open, and flush it."""
-        until, store = self._clock.monotonic() + seconds, self._ready()
-        if store is None:
-            opened = self._clock.event()
-            self._later(lambda _: opened.set(), lambda _: opened.set())
-            if not opened.wait(seconds) or (store := self._store) is None:
-                return False
-        return store.flush(max(0.0, until - self._clock.monotonic()))
+        until = self._clock.monotonic() + seconds
+        if not self._ended.wait(seconds) or self._store is None:
+            return False
+        return self._store.flush(max(0.0, until - self._clock.monotonic()))
 
     def stats(self) -> Mapping[str, TierStats]:
         """Return the store's statistics; empty until the store is open."""
@@ -204,49 +206,62 @@ class OpeningStore(KVStore):
 
     def close(self) -> None:
         """Wait for the store to open, at most ``patience``, and close it; one that opens later is closed then."""
-        self._pool.close()
+        store = self._opened()
         with self._lock:
-            self._closed, store = True, self._store
+            self._closed = True
         if store is not None:
             store.close()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the store is open, cannot be opened, or takes too long."""
+        return self._ended.is_set() or self._clock.monotonic() >= self._until
+
+    def end_patience(self, task: OpeningTask) -> None:
+        """Wait until a task has begun in the open store; refuse it if it has not when the patience ends."""
+        self._opened()
+        with self._lock:
+            if task in self._waiting:
+                self._waiting.remove(task)
+                task.refuse(self._why)
+
+    def _opened(self) -> KVStore | None:
+        """Return the store, and wait for it as long as the patience lasts; None if it is not open then."""
+        self._ended.wait(max(0.0, self._until - self._clock.monotonic()))
+        return self._store
+
     def _open(self) -> None:
+        store = None
         try:
             store = self._make()
         except Exception as error:  # noqa: BLE001 - the engine continues after any error
             self._why = StoreUnavailableError(f"the store could not be opened: {error}")
             get_logger(__name__).warning("[UCM.Store] nothing is loaded or saved here: %s", self._why.what)
-            return
-        with self._lock:
-            self._store = None if self._closed else store
-        if self._store is None:
+        with self._lock:  # further calls wait, and come after those that wait already
+            for task in self._waiting:
+                if store is None:
+                    task.refuse(self._why)
+                else:
+                    task.begin(store)
+            self._waiting.clear()
+            closed, self._store = self._closed, None if self._closed else store
+        self._ended.set()
+        if closed and store is not None:
             store.close()
 
     def _move(self, keys: Sequence[BlockKey], call: Callable[[KVStore], Task]) -> Task:
-        store = self._ready()
-        if store is not None:
-            return call(store)
-        task = OpeningTask(keys, self._pool, clock=self._clock)
-        self._later(partial(task.begin, call=call), task.refuse)
-        return task
-
-    def _ready(self) -> KVStore | None:
-        """Return the store; None if earlier calls still wait for it, so that this one must wait as well."""
         with self._lock:
-            store = None if self._waiting else self._store
-            self._waiting += store is None
-            return store
-
-    def _later(self, run: Callable[[KVStore], None], refuse: Callable[[StoreError], None]) -> None:
-        def end(*, refused: bool = False) -> None:
-            if self._store is None or refused:
-                refuse(self._why)
-            else:
-                run(self._store)
-            with self._lock:
-                self._waiting -= 1
-
-        self._pool.submit([RefusableJob(end, partial(end, refused=True))])
+            store = self._store
+            if store is None:
+                task = OpeningTask(self, keys, call)
+                if self._closed:
+                    raise ValueError("the store is closed")
+                if self.is_over:
+                    task.refuse(self._why)
+                else:
+                    self._waiting.append(task)
+                return task
+        return call(store)
 
 
 def opens_within(make: Callable[[], KVStore], seconds: float, *, clock: Clock = SYSTEM) -> bool:
@@ -339,6 +354,13 @@ def open_store(
     if len(names) > 1:
         raise ConfigError(f"{whole[0]} is a complete store and cannot be part of {config.pipeline!r}", where=_WHERE)
     return _whole_store(whole[0], back_ends[whole[0]], config, namespace, geometry)
+
+
+def opening_store(
+    config: StoreConfig, namespace: str, geometry: BlockGeometry | None, *, clock: Clock = SYSTEM
+) -> OpeningStore:
+    """Open a store as ``open_store`` does, but in a thread of its own; calls wait for ``config.stuck_seconds``."""
+    return OpeningStore(lambda: open_store(config, namespace, geometry, clock=clock), config.stuck_seconds, clock=clock)
 
 
 def open_tier(

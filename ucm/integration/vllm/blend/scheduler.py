@@ -12,7 +12,6 @@ again after a preemption.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from ucm.clock import Thread
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
     from ucm.integration.vllm.metric_names import Counting
@@ -235,8 +233,6 @@ class BlendScheduler:
         self._open: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]] | None = None
         self._ranks = 0
         self._asked_since: float | None = None
-        self._opening: Thread | None = None
-        self._ready_by = math.inf
         self._off = ""
         self._names = ChunkNames(b"")
         self._requests: dict[str, BlendRequest] = {}
@@ -276,7 +272,7 @@ class BlendScheduler:
             self._count(state, refusal)
             return 0
         if not self._begun():
-            return None if self._open is not None and not self._off and self._clock.monotonic() < self._ready_by else 0
+            return None if self._open is not None and not self._off else 0
         if state.lookup is None:
             state.lookup = self._stager.submit(state.keys)
         if not self._stager.poll(state.lookup):
@@ -367,8 +363,6 @@ class BlendScheduler:
             waiting = [state.lookup for state in self._requests.values() if state.lookup is not None]
             if waiting and not self._to_blend:
                 self._stager.wait(waiting, IDLE_SECONDS)
-            elif self._opening is not None and not self._stager.has_begun:
-                self._opening.join(IDLE_SECONDS)
         return plan
 
     def written(self, plan: BlendPlan) -> set[int]:
@@ -412,8 +406,6 @@ class BlendScheduler:
 
     def close(self) -> None:
         """End the lookups; a thread blocked by a medium is abandoned."""
-        if self._opening is not None:
-            self._opening.join(1.0)
         self._stager.close()
 
     def _state(self, request: Any) -> BlendRequest:
@@ -447,49 +439,30 @@ class BlendScheduler:
         state.saved = not state.chunks or state.chunks[0].start > 0
 
     def _begun(self) -> bool:
-        """Return whether lookups are possible; open the stores when all ranks have reported their geometry."""
-        if self._stager.has_begun:
-            records = self._slab.records()
-            if any(record.get(REFUSED) for record in records.values()):
-                self._off = "gate"
-            return not self._off
-        if self._open is None or self._off or self._opening is not None:
+        """Return whether lookups are possible; begin them when all ranks have reported their geometry."""
+        if self._open is None or self._off:
             return False
         records = self._slab.records()
-        if len(records) < self._ranks:
-            if self._asked_since is not None and self._clock.monotonic() - self._asked_since > ANSWERS_SECONDS:
-                self._off = "no slab"
-                get_logger(__name__).warning(
-                    "[UCM.Blend] no request is blended: %d of %d workers do not reach the scheduler's memory; are they "
-                    "on other hosts?",
-                    self._ranks - len(records),
-                    self._ranks,
-                )
-            return False
-        geometries = [
-            BlockGeometry(tuple(said["sizes"]), bytes.fromhex(said["fingerprint"]), said["element"])
-            for said in map(records.__getitem__, range(self._ranks))
-        ]
-        self._begin_opening(self._open, geometries)
+        if any(record.get(REFUSED) for record in records.values()):
+            self._off = "gate"
+        elif self._stager.has_begun:
+            return True
+        elif len(records) == self._ranks:
+            geometries = [
+                BlockGeometry(tuple(said["sizes"]), bytes.fromhex(said["fingerprint"]), said["element"])
+                for said in map(records.__getitem__, range(self._ranks))
+            ]
+            self._stager.begin(self._open(geometries), geometries)
+            return True
+        elif self._asked_since is not None and self._clock.monotonic() - self._asked_since > ANSWERS_SECONDS:
+            self._off = "no slab"
+            get_logger(__name__).warning(
+                "[UCM.Blend] no request is blended: %d of %d workers do not reach the scheduler's memory; are they on "
+                "other hosts?",
+                self._ranks - len(records),
+                self._ranks,
+            )
         return False
-
-    def _begin_opening(
-        self, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]], geometries: Sequence[BlockGeometry]
-    ) -> None:
-        """Open the stores in a thread: a medium that fails or does not answer delays no request."""
-
-        def work() -> None:
-            try:
-                self._stager.begin(open_stores(geometries), geometries)
-            except Exception:  # noqa: BLE001 - whatever it is, the engine goes on
-                self._off = "no store"
-                get_logger(__name__).exception(
-                    "[UCM.Blend] no request is blended: the stores of chunks cannot be opened"
-                )
-
-        self._ready_by = self._clock.monotonic() + self._stager.seconds
-        self._opening = self._clock.thread(work, "ucm-chunks-open")
-        self._opening.start()
 
     def _blend(self, request_id: str, state: BlendRequest, written: AbstractSet[int], scheduled: int) -> Blend:
         lookup, start, end = state.lookup, state.computed, state.end

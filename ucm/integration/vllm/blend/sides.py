@@ -5,7 +5,6 @@ Engines that blending does not support are refused, by vLLM's configuration; eac
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
@@ -30,7 +29,7 @@ from ucm.integration.vllm.connector.prefix_cache import left_alone
 from ucm.integration.vllm.connector.sides import create_slab
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
-from ucm.store.factory import OpeningStore, open_store
+from ucm.store.factory import opening_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -261,7 +260,7 @@ class BlendSchedulerSide:
     def _open(self, geometries: Sequence[BlockGeometry]) -> list[KVStore]:
         where = f"{self._exact.namespace}/{CHUNKS}"
         self._stores = [
-            open_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
+            opening_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
             for tag, geometry in zip(self._tags, geometries, strict=True)
         ]
         return self._stores
@@ -331,8 +330,7 @@ class BlendWorkerSide:
         if self._store is None and step.namespace:
             tag = rank_tag(self._vllm_config, self._group.index, spec=self._group.spec)
             where = f"{step.namespace}/{CHUNKS}/{tag}"
-            make = partial(open_store, self._config, where, self._caches.geometry, clock=self._clock)
-            self._store = OpeningStore(make, self._config.stuck_seconds, clock=self._clock)
+            self._store = opening_store(self._config, where, self._caches.geometry, clock=self._clock)
         self._worker.begin(step, plan, self._store)
         self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
 

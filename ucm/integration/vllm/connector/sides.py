@@ -55,14 +55,14 @@ from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer,
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.store.factory import OpeningStore, key_fingerprint, open_store
+from ucm.store.factory import key_fingerprint, open_store, opening_store
 from ucm.store.memory.slab import Slab, SlabReader, default_bytes
 from ucm.store.posix.layout import write_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from ucm.clock import Clock, Thread
+    from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.model_identity import ModelIdentity
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
@@ -181,9 +181,6 @@ class SchedulerSide:
         self._slab = create_slab(vllm_config, settings, groups, self._ranks, clock=clock) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
         self._heard = 0  # the last step at which the ranks' reports were read from the slab
-        self._opening: Thread | None = None
-        self._opened: Callable[[], None] | None = None
-        self._ready_by = 0.0  # when requests stop waiting for the stores, as the clock's ``monotonic()``
         self._new_stager = partial(
             Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds, clock=clock
         )
@@ -250,7 +247,7 @@ class SchedulerSide:
             if self._slab is None:
                 where = self.scheduler.namespace
                 get_logger(__name__).info("[UCM.Connector] namespace %s, nothing is looked up", where)
-        if self.scheduler.prepares or self._opened is not None:
+        if self.scheduler.prepares:
             self._prepare()
         if not self.hears_workers and self._slab is not None and self._heard != self.scheduler.step:
             # Once per step, and before it promises blocks, because not every load can be taken back.
@@ -263,21 +260,13 @@ class SchedulerSide:
         self._keys.next_step(freed_encodings(scheduler_output))
         plan = self.scheduler.plan(scheduler_output)
         plan.authentication = self._authentication
-        if self._slab is not None and self._opening is None:
+        if self._slab is not None and not self.scheduler.stager.has_begun:
             plan.slab = self._slab.address
             self._offered = self._offered or plan.step
         return plan
 
     def _prepare(self) -> None:
-        """Open the stores once every rank has reported its block geometry."""
-        if self._opened is not None:
-            self.scheduler.prepares = False
-            self._opened()
-        if self._opening is not None:
-            # No request waits for a medium that cannot be opened or does not answer.
-            over = not self._opening.is_alive() or self._clock.monotonic() >= self._ready_by
-            self.scheduler.prepares = self.scheduler.prepares and not over
-            return
+        """Begin lookups once every rank has reported its block geometry."""
         if self._slab is None:
             return
         records = self._slab.records()
@@ -290,7 +279,7 @@ class SchedulerSide:
                 others,
             )
         elif len(records) == self._ranks:
-            self._begin_opening(records)
+            self._begin(records)
         elif self._offered and self.scheduler.step - self._batches >= self._offered:
             # Every rank has run a step that sent it the address.
             self._do_without_slab(set(range(self._ranks)) - set(records))
@@ -320,40 +309,34 @@ class SchedulerSide:
         self._slab = None
         self.scheduler.stager.close()
         self.scheduler.stager = self._new_stager(None)
-        self._begin_opening({})
+        self._begin({})
 
-    def _begin_opening(self, records: dict[int, dict[str, Any]]) -> None:
-        where = self.scheduler.namespace
+    def _begin(self, records: dict[int, dict[str, Any]]) -> None:
+        """Begin lookups, which wait for the stores to open, as long as a lookup may take.
 
-        def work() -> None:
+        Args:
+            records: The ranks' records; empty if they read the stores themselves.
+        """
+        self.scheduler.prepares = False
+        where, geometries = self.scheduler.namespace, None
+        if records:
             try:
-                places = {group: len(tags) for group, tags in self._tags.items()}
-                geometries = geometries_of(records, places) if records else None
-                stores = {}
-                for group, tags in self._tags.items():
-                    of_group = [None] * len(tags) if geometries is None else geometries[group]
-                    stores[group] = [
-                        open_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
-                        for tag, geometry in zip(tags, of_group, strict=True)
-                    ]
+                geometries = geometries_of(records, {group: len(tags) for group, tags in self._tags.items()})
             except Exception:  # noqa: BLE001 - the engine continues after any error
                 get_logger(__name__).exception("[UCM.Load] nothing is loaded")
                 return
-
-            def begin() -> None:
-                self._stores, self._opened = stores, None
-                opened = [store for of_group in stores.values() for store in of_group]
-                for store in opened:
-                    self.counters.watch(store)
-                count = f"{len(opened)} {'store' if len(opened) == 1 else 'stores'}"
-                get_logger(__name__).info("[UCM.Connector] namespace %s, %s to look up", where, count)
-                self.scheduler.stager.begin(stores, geometries)
-
-            self._opened = begin
-
-        self._ready_by = self._clock.monotonic() + self.scheduler.stager.seconds
-        self._opening = self._clock.thread(work, "ucm-open")
-        self._opening.start()
+        for group, tags in self._tags.items():
+            of_group = [None] * len(tags) if geometries is None else geometries[group]
+            self._stores[group] = [
+                opening_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
+                for tag, geometry in zip(tags, of_group, strict=True)
+            ]
+        stores = [store for of_group in self._stores.values() for store in of_group]
+        for store in stores:
+            self.counters.watch(store)
+        count = f"{len(stores)} {'store' if len(stores) == 1 else 'stores'}"
+        get_logger(__name__).info("[UCM.Connector] namespace %s, %s to look up", where, count)
+        self.scheduler.stager.begin(self._stores, geometries)
 
     def _settle(self, identity: ModelIdentity) -> str:
         """Check that an identity's blocks can be stored, and write the identity there; callable from any thread."""
@@ -389,9 +372,6 @@ class SchedulerSide:
         """Close the stores."""
         self._weights.close()
         self._keys.close()
-        if self._opening is not None:
-            self._opening.join(CLOSE_SECONDS)
-            self._prepare()
         self.scheduler.stager.close()
         self.counters.close()
         call_within(self._close_stores, "ucm-close", CLOSE_SECONDS, clock=self._clock)
@@ -614,8 +594,7 @@ class WorkerSide:
         """Create a group's transfer: in place for a KV cache in host memory, else through staging memory."""
         tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
         config = self._settings.store.as_store_config()
-        make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
-        store = OpeningStore(make, config.stuck_seconds, clock=self._clock)
+        store = opening_store(config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
         self.counters.watch(store)
         # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
         room = min(config.save_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))

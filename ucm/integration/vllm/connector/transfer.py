@@ -6,20 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.saving import Saver
 from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TaskResult
 from ucm.store.config import StoreConfig
 from ucm.store.format import gather
+from ucm.store.health import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucm.clock import Clock, Queue
+    from ucm.clock import Clock
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError
@@ -425,32 +426,25 @@ class _Lane:
     def __init__(self, memory: DeviceMemory, blocks: int, name: str, stagings: int, *, clock: Clock = SYSTEM) -> None:
         self.stream = Stream.on(memory.device)
         self.staging = [memory.staging(blocks) for _ in range(stagings)]
-        self._queue: Queue[tuple[Callable[[Any], object], Ended, Any] | None] = clock.queue()
-        self._thread = clock.thread(self._run, name)
-        self._thread.start()
+        self._pool = Pool(name, 1, clock=clock)
 
     def submit(self, work: Callable[[Any], object], ended: Ended) -> None:
         """Run work after everything submitted to the device so far, then call ``ended``."""
-        self._queue.put((work, ended, self.stream.mark()))
+        self._pool.submit([partial(self._run, work, ended, self.stream.mark())])
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        self._pool.close()
 
-    def _run(self) -> None:
-        enter_background()
-        while (item := self._queue.get()) is not None:
-            work, ended, event = item
-            failure = None
-            try:
-                self.stream.use_device()
-                work(event)
-            except Exception as error:  # noqa: BLE001 - a device error fails blocks, but must not end the thread
-                with suppress(Exception):
-                    self.stream.synchronize()  # started copies must not outlive the task
-                failure = error
-            ended(failure)
-            del item, work, ended, event, failure  # with their rows of memory, while this thread waits
+    def _run(self, work: Callable[[Any], object], ended: Ended, event: Any) -> None:
+        failure = None
+        try:
+            self.stream.use_device()
+            work(event)
+        except Exception as error:  # noqa: BLE001 - a device error fails blocks
+            with suppress(Exception):
+                self.stream.synchronize()  # started copies must not outlive the task
+            failure = error
+        ended(failure)
 
 
 def _nothing(event: Any) -> None:

@@ -10,13 +10,14 @@ import pytest
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
 from ucm.blend import PIECE, Chunk
 from ucm.integration.vllm.blend.scheduler import ANSWERS_SECONDS, BlendPlan
+from ucm.store.factory import OpeningStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ucm.integration.vllm.blend.staging import ChunkLookup
-    from ucm.store.base import BlockGeometry, BlockKey, KVStore
+    from ucm.store.base import BlockKey, KVStore
     from ucm.testing.clock import SimulatedClock
 
 A, B, C, QUESTION = tokens(1, 70), tokens(2, 40), tokens(3, 50), tokens(9, 10)
@@ -91,35 +92,30 @@ def test_the_tiers_that_a_stretch_comes_from(scene: Scene, computed: int, tokens
     assert scene.scheduler.tiers(one, tokens) == {"posix": found}
 
 
-def test_stores_that_cannot_be_opened_keep_no_request_waiting(scene: Scene) -> None:
-    """The error used to end EngineCore at the first request with chunks."""
-
-    def refuse(geometries: Sequence[BlockGeometry]) -> Sequence[KVStore]:
-        raise OSError(len(geometries))
-
-    scene.scheduler.prepare(1, refuse)
-    assert scene.matched(request()) == 0
-    assert scene.matched(request("next")) == 0
-    assert set(scene.counted.outcomes) == {"no store"}
-
-
-def test_a_store_that_does_not_answer_is_opened_beside_the_scheduler(clock: SimulatedClock, tmp_path: Path) -> None:
-    answers = clock.event()
-    with Scene(clock, tmp_path) as scene:
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
+    clock: SimulatedClock, tmp_path: Path, *, answers: bool
+) -> None:
+    opens = clock.event()
+    with Scene(clock, tmp_path, seconds=10.0) as scene:
         scene.answer()
+        put_all(scene)
 
-        def late(geometries: Sequence[BlockGeometry]) -> Sequence[KVStore]:
-            del geometries
-            answers.wait()
-            return scene.stores
+        def late() -> KVStore:
+            opens.wait()
+            if not answers:
+                raise OSError("it is gone")
+            return scene.stores[0]
 
-        scene.scheduler.prepare(1, late)
-        assert scene.scheduler.matched(request(), 0, 0) is None
-        clock.advance(scene.stager.seconds - 1)
-        assert scene.scheduler.matched(request(), 0, 0) is None
-        clock.advance(1)
-        assert scene.scheduler.matched(request(), 0, 0) == 0
-        answers.set()
+        opening, one = OpeningStore(late, 30.0, clock=clock), request()
+        scene.scheduler.prepare(1, lambda _: [opening])
+        assert scene.scheduler.matched(one, 0, 0) is None
+        clock.advance(scene.stager.seconds)
+        assert scene.scheduler.matched(one, 0, 0) == 0
+        opens.set()
+        clock.run_until_idle()
+        assert (scene.matched(request("next")) > 0) == answers
+        assert scene.counted.outcomes == ["miss", "miss"][: 2 - answers]
 
 
 def test_a_prefix_that_the_same_step_computes_for_another_is_computed_ahead(scene: Scene) -> None:

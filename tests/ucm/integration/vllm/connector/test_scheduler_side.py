@@ -27,9 +27,11 @@ from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.sides import SchedulerSide
+from ucm.integration.vllm.connector.staging import Query
 from ucm.logger import get_logger
+from ucm.store import factory
 from ucm.store.authentication import Authenticator
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.factory import open_store
 from ucm.store.memory.slab import PAGE, SlabReader
 
@@ -507,25 +509,34 @@ def test_stores_that_take_long_to_open_keep_no_request_waiting(
     clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For instance on a mount whose server does not answer; they are used once they are open."""
-    answers = clock.event()
+    answers, query = clock.event(), Query(([BlockKey(bytes(16))],), 0, 16)
 
     def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None, *, clock: Clock = SYSTEM) -> KVStore:
         if geometry is not None:
             answers.wait()
         return open_store(config, namespace, geometry, clock=clock)
 
-    monkeypatch.setattr(sides, "open_store", late)
+    monkeypatch.setattr(factory, "open_store", late)
     side = create(clock, write_model(tmp_path / "model"), tmp_path)
     address = side.plan(STEP).slab
     assert address is not None
     reader = SlabReader(clock=clock)
     assert reader.attach(address, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
-    plan_until(clock, side, lambda: side.scheduler.prepares)
-    clock.advance(side.scheduler.stager.seconds)
-    plan_until(clock, side, lambda: not side.scheduler.prepares)
-    assert not side.scheduler.stager.has_begun
+    stager = side.scheduler.stager
+    plan_until(clock, side, lambda: stager.has_begun)
+    assert not side.scheduler.prepares
+    lookup = stager.submit(query)
+    clock.run_until_idle()
+    assert not stager.poll(lookup)
+    clock.advance(stager.seconds)
+    assert stager.poll(lookup)
+    assert stager.submit(query).finished, "the store is not asked meanwhile"
     answers.set()
-    plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
+    clock.run_until_idle()
+    again = stager.submit(query)
+    assert not again.finished
+    clock.run_until_idle()
+    assert stager.poll(again)
     side.close()
     reader.close()
 
