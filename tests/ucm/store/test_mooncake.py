@@ -191,6 +191,43 @@ def test_a_server_that_is_full_is_read_all_the_same() -> None:
         assert store.stats()["mooncake"].resting == 0
 
 
+class BeingWritten:
+    """Mooncake's client, while somebody else writes each value.
+
+    Args:
+        client: The real client.
+        tries: How often a value is refused until they have ended.
+    """
+
+    def __init__(self, client: Any, tries: int) -> None:
+        self._client, self._left = client, tries
+
+    def batch_put_from(self, names: list[str], *args: Any) -> list[int]:
+        self._left -= 1
+        return [-705] * len(names) if self._left >= 0 else self._client.batch_put_from(names, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+@pytest.mark.parametrize("tries", [3, 1000])
+def test_what_another_client_has_only_begun_to_write_is_not_done(
+    mooncake: MooncakeServer, client: Any, clock: SimulatedClock, tries: int
+) -> None:
+    client.remove(name(KEYS[0]), True)
+    simulated = config(mooncake.address)
+    began = clock.monotonic()
+    with (
+        closing(over(BeingWritten(client, tries), simulated, clock)) as made,  # type: ignore[arg-type] # a line, too
+        open_over(MooncakeTier, made, simulated, clock=clock) as store,
+    ):
+        result = save(store, KEYS[:1], EVEN)
+        assert (set(result.done), store.stats()["mooncake"].resting) == ({KEYS[0]} if tries == 3 else set(), 0)
+        assert store.lookup(KEYS[:1]) == [tries == 3]
+    assert {error.cause for error in result.failed.values()} <= {"other"}
+    assert clock.monotonic() - began < 2
+
+
 # A master that fails.
 
 

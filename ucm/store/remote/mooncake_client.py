@@ -56,8 +56,9 @@ _HARMLESS = frozenset({*_FULL, *_MISSING, _WRONG_SIZE, _EXISTS, -101, -900, -901
 _LATE = 1
 #: Lookups are short, and must not wait behind values.
 _LOOKUP_THREADS = 2
-#: The master evicts in the background, some time after it was full: how long, and how often, a value is tried again.
-_EVICTION_SECONDS, _AGAIN_SECONDS = 1.0, 0.05
+#: The master evicts in the background, some time after it was full, and somebody else may just be writing a value: how
+#: long, and how often, it is tried again.
+_AGAIN_FOR_SECONDS, _AGAIN_SECONDS = 1.0, 0.05
 #: A call of Mooncake's protocol (magic number, version, serialization, kind, number, function, lengths of the arguments
 #: and the attachment) of a function that no master has, and says so with the same magic number and number.
 _QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 7, 0, 0, 0)
@@ -187,22 +188,28 @@ class MooncakeClient(Client):
         return self._call(self._transfers, receive, deadline)
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Store a value by one call; a value that exists already stays."""
+        """Store a value by one call; a value that exists already stays.
+
+        One that somebody else has begun to write is only there once they have ended, which they may never do.
+        """
         nbytes = nbytes_of(buffers)
 
         def send(store: Any) -> None:
             with self._staged(store, nbytes) as staging:
                 gather(buffers, staging.memory)
-                until = self._clock.monotonic() + _EVICTION_SECONDS
-                code = _LATE
+                until = self._clock.monotonic() + _AGAIN_FOR_SECONDS
+                code, is_begun = _LATE, False
                 # After the deadline nobody waits any more, and the content may have changed.
                 while self._clock.monotonic() < deadline:
                     (code,) = store.batch_put_from([name], [staging.address], [nbytes], self._replicas)
-                    if code not in _FULL or self._clock.monotonic() > until:
+                    is_begun = code == _EXISTS and not store.is_exist(name)
+                    if not (is_begun or code in _FULL) or self._clock.monotonic() > until:
                         break
                     self._clock.sleep(_AGAIN_SECONDS)
                 staging.is_tainted = is_harmful(code)
                 self._give(staging)
+            if is_begun:
+                raise StoreError("another client has begun to write the value, and has not ended", where=self._where)
             if code not in {0, _EXISTS}:
                 raise self._silent() if code == _LATE else failure_of(code, self._where)
 
