@@ -206,9 +206,9 @@ class OpeningStore(KVStore):
 
     def close(self) -> None:
         """Wait for the store to open, at most ``patience``, and close it; one that opens later is closed then."""
-        store = self._opened()
-        with self._lock:
-            self._closed = True
+        self._opened()
+        with self._lock:  # one that opens just now is seen here, or sees that it is to be closed
+            self._closed, store = True, self._store
         if store is not None:
             store.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.errors import ConfigError
-from ucm.store.base import BlockTransfer, KVStore
+from ucm.store.base import BlockTransfer, KVStore, Task
 from ucm.store.factory import OpeningStore, open_store
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
@@ -130,6 +130,27 @@ def test_what_is_opened_after_the_end_is_closed(clock: SimulatedClock) -> None:
     store.close()
     goes_on.set()
     closed.wait()
+
+
+def test_what_is_opened_at_the_very_end_is_closed(clock: SimulatedClock) -> None:
+    begun = clock.event()
+    inner = create_autospec(KVStore, instance=True)
+
+    def save(_: object) -> Task:
+        begun.set()
+        clock.sleep(1.0)  # until after the end
+        return create_autospec(Task, instance=True)  # type: ignore[no-any-return] # a mock is Any
+
+    def make() -> KVStore:
+        clock.sleep(9.5)
+        return inner  # type: ignore[no-any-return] # a mock is Any
+
+    inner.save.side_effect = save
+    store = OpeningStore(make, 10.0, clock=clock)
+    store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
+    begun.wait()
+    store.close()
+    inner.close.assert_called_once_with()
 
 
 def test_an_open_store_hears_of_uses_and_leases(clock: SimulatedClock) -> None:
