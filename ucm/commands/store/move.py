@@ -11,6 +11,7 @@ from ucm.commands.options import many, say, say_json
 from ucm.commands.store.lookup import find
 from ucm.commands.store.prompt import given_prompt
 from ucm.config.settings import format_size
+from ucm.debug import hit_length
 from ucm.errors import UcmError
 from ucm.store.base import BlockMissingError, StoreError
 from ucm.store.factory import authenticator_of, back_end_class, is_tier, open_tier
@@ -29,7 +30,10 @@ _THREADS = 4
 
 
 def run(options: argparse.Namespace) -> int:
-    """Copy or delete, and print; 1 if the first tier then lacks a block that was to be there, or has one too many.
+    """Copy or delete, and print.
+
+    1 if the first tier then lacks a block that was to be there, or has one too many, or if a tier that may have some
+    does not answer.
 
     Raises:
         UcmError: The settings, the model or the prompt cannot be used, or the store has one tier.
@@ -69,6 +73,9 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
             fix="let the engine copy them as it uses them",
         )
     counts, failed = dict.fromkeys(("blocks", "there", "copied"), 0), dict[str, str]()
+    groups, whole = [one.stored.group for one in found], [[True] * len(one.keys) for one in found]
+    if tokens < hit_length(prompt.settings, groups, whole, len(prompt.token_ids)):  # a silent tier may have the rest
+        failed = {name: f"does not answer: {causes}" for one in found for name, causes in one.silent.items()}
     nbytes, moves = 0, []
     with ExitStack() as stack:
         for one in found:

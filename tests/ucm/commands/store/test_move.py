@@ -128,6 +128,16 @@ def test_from_a_server(
     answer = run("demote", "--json")
     assert (answer.code, answer.data["deleted"], list(answer.data["failed"])) == (1, 0, [remote.name.lower()])
     assert all(on_disk(config, one).exists() for one in keys(5)), "who does not answer may have nothing"
+    on_disk(config, keys(5)[3]).unlink()
+    answer = run("prefetch")
+    assert (answer.code, answer.out.splitlines()) == (
+        1,
+        [
+            "Posix: 3 of 3 blocks, 0 of them copied",
+            "An engine loads 48 tokens from there.",
+            f"{remote.name}: does not answer: lookup.unavailable",
+        ],
+    )
 
 
 def test_a_damaged_block_is_not_copied(
