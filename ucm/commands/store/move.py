@@ -75,7 +75,7 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
     counts, failed = dict.fromkeys(("blocks", "there", "copied"), 0), dict[str, str]()
     groups, whole = [one.stored.group for one in found], [[True] * len(one.keys) for one in found]
     if tokens < hit_length(prompt.settings, groups, whole, len(prompt.token_ids)):  # a silent tier may have the rest
-        failed = {name: f"does not answer: {causes}" for one in found for name, causes in one.silent.items()}
+        failed = {name.lower(): f"does not answer: {causes}" for one in found for name, causes in one.silent.items()}
     nbytes, moves = 0, []
     with ExitStack() as stack:
         for one in found:
@@ -88,9 +88,10 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
                     stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))
                     for name in (first, *lower)
                 )
-                absent = _absent(top, list(depths))
-                nbytes += len(depths) * _nbytes(others, absent, failed)
-                moves.append((top, others, depths, absent))
+                counts["blocks"] += len(depths)
+                if (absent := _lacking(top, list(depths), failed)) is not None:
+                    nbytes += len(depths) * _nbytes(others, absent, failed)
+                    moves.append((top, others, depths, absent))
         capacity = moves[0][0].stats().capacity_bytes if moves else None
         if capacity is not None and nbytes > capacity:
             raise UcmError(
@@ -103,8 +104,8 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
             for reasons in threads.map(partial(_copy, top, others), absent):
                 counts["copied"] += not reasons
                 failed = reasons | failed  # the first reason says most: a damaged block is then missing
-            counts["blocks"] += len(depths)
-            counts["there"] += len(depths) - len(_absent(top, list(depths)))
+            if (absent := _lacking(top, list(depths), failed)) is not None:
+                counts["there"] += len(depths) - len(absent)
             top.renew(depths)
     return {"tier": first, "tokens": tokens, **counts, "failed": failed}
 
@@ -168,6 +169,15 @@ def _absent(tier: Tier, keys: Sequence[BlockKey]) -> list[BlockKey]:
     """
     there = tier.contains(keys, tier.clock.monotonic() + tier.timeout)
     return [key for key, has in zip(keys, there, strict=True) if not has]
+
+
+def _lacking(tier: Tier, keys: Sequence[BlockKey], failed: dict[str, str]) -> list[BlockKey] | None:
+    """Return the same; None, and why, if the tier does not answer."""
+    try:
+        return _absent(tier, keys)
+    except StoreError as error:
+        failed.setdefault(tier.name, error.what)
+        return None
 
 
 def _nbytes(tiers: Sequence[Tier], keys: Sequence[BlockKey], failed: dict[str, str]) -> int:

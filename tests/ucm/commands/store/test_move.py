@@ -135,9 +135,22 @@ def test_from_a_server(
         [
             "Posix: 3 of 3 blocks, 0 of them copied",
             "An engine loads 48 tokens from there.",
-            f"{remote.name}: does not answer: lookup.unavailable",
+            f"{remote.name.lower()}: does not answer: lookup.unavailable",
         ],
     )
+
+
+def test_into_a_server_that_does_not_answer(
+    run: Callable[..., Answer],  # noqa: F811 - fixtures
+    config: Path,  # noqa: F811
+    remote: Remote,
+) -> None:
+    tiers = {remote.name: {**remote.options, "timeout": 5.0, **remote.unanswered}}
+    text = {"pipeline": f"{remote.name}|Posix", "directories": str(config.parent / "kv"), "tiers": tiers}
+    config.write_text(json.dumps({"store": text}), encoding="utf-8")
+    answer = run("prefetch")
+    assert (answer.code, answer.out.splitlines()[0]) == (1, f"{remote.name}: 0 of 3 blocks, 0 of them copied")
+    assert answer.out.splitlines()[1:] == [f"{remote.name.lower()}: does not answer: lookup.unavailable"]
 
 
 def test_a_damaged_block_is_not_copied(
