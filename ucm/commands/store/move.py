@@ -72,10 +72,11 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
             where=f"store: tiers: {compressing}: compression",
             fix="let the engine copy them as it uses them",
         )
-    counts, failed = dict.fromkeys(("blocks", "there", "copied"), 0), dict[str, str]()
+    counts = dict.fromkeys(("blocks", "there", "copied"), 0)
+    failed, silent = dict[str, str](), dict[str, str]()
     groups, whole = [one.stored.group for one in found], [[True] * len(one.keys) for one in found]
     if tokens < hit_length(prompt.settings, groups, whole, len(prompt.token_ids)):  # a silent tier may have the rest
-        failed = {name.lower(): f"does not answer: {causes}" for one in found for name, causes in one.silent.items()}
+        silent = {name.lower(): f"does not answer: {causes}" for one in found for name, causes in one.silent.items()}
     nbytes, moves = 0, []
     with ExitStack() as stack:
         for one in found:
@@ -107,7 +108,8 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
             if (absent := _lacking(top, list(depths), failed)) is not None:
                 counts["there"] += len(depths) - len(absent)
             top.renew(depths)
-    return {"tier": first, "tokens": tokens, **counts, "failed": failed}
+    # What one tier could not give, another one, or an engine, may have given.
+    return {"tier": first, "tokens": tokens, **counts, "failed": failed | silent if _lacks(counts) else silent}
 
 
 def demote(prompt: Prompt) -> dict[str, Any]:

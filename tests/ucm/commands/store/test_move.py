@@ -172,6 +172,24 @@ def test_a_damaged_block_is_not_copied(
     assert not path.exists()
 
 
+def test_a_block_that_one_tier_has_damaged_and_another_whole_is_copied(
+    run: Callable[..., Answer],  # noqa: F811 - fixtures
+    config: Path,  # noqa: F811
+    memory: str,
+    remote: Remote,
+) -> None:
+    with open_store(below_the_disk(config, remote), G0, GEOMETRY) as store:
+        assert save(store, keys(3), GEOMETRY).failed == {}
+    text = json.loads(config.read_text())
+    text["store"] |= {"pipeline": f"Cache|Posix|{remote.name}", "dram_directory": memory}
+    config.write_text(json.dumps(text))
+    for path in (on_disk(config, one) for one in keys(3)[1:]):
+        path.write_bytes(bytes(path.stat().st_size))
+    answer = run("prefetch", "--json")
+    assert (answer.code, answer.data["copied"], answer.data["failed"]) == (0, 2, {})
+    assert held(memory, keys(3)) == [True] * 3
+
+
 def test_a_tier_that_cannot_take_a_block_says_so(
     run: Callable[..., Answer],  # noqa: F811 - a fixture
     monkeypatch: pytest.MonkeyPatch,
