@@ -158,7 +158,11 @@ class OpeningStore(KVStore):
         self._waiting: deque[OpeningTask] = deque()
         self._ended = clock.event()  # it is open, or cannot be opened
         self._closed = False
-        clock.thread(self._open, "ucm-open").start()
+        try:
+            clock.thread(self._open, "ucm-open").start()
+        except RuntimeError as error:  # the system allows no more threads
+            self._failed(error)
+            self._ended.set()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Look up blocks; find nothing in a store that cannot be opened in time."""
@@ -235,8 +239,7 @@ class OpeningStore(KVStore):
         try:
             store = self._make()
         except Exception as error:  # noqa: BLE001 - the engine continues after any error
-            self._why = StoreUnavailableError(f"the store could not be opened: {error}")
-            get_logger(__name__).warning("[UCM.Store] nothing is loaded or saved here: %s", self._why.what)
+            self._failed(error)
         with self._lock:  # further calls wait, and come after those that wait already
             for task in self._waiting:
                 if store is None:
@@ -248,6 +251,11 @@ class OpeningStore(KVStore):
         self._ended.set()
         if closed and store is not None:
             store.close()
+
+    def _failed(self, error: Exception) -> None:
+        """Note why the store cannot be opened."""
+        self._why = StoreUnavailableError(f"the store could not be opened: {error}")
+        get_logger(__name__).warning("[UCM.Store] nothing is loaded or saved here: %s", self._why.what)
 
     def _move(self, keys: Sequence[BlockKey], call: Callable[[KVStore], Task]) -> Task:
         with self._lock:

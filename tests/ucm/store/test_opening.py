@@ -177,6 +177,21 @@ def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
     store.close()
 
 
+def test_without_a_thread_to_open_it_in_nothing_is_found_or_saved(
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler opens stores, and an error there ends the engine."""
+    refuse = create_autospec(clock.thread)
+    refuse.return_value.start.side_effect = RuntimeError("can't start new thread")
+    monkeypatch.setattr(clock, "thread", refuse)
+    store = OpeningStore(lambda: create_autospec(KVStore, instance=True), 10.0, clock=clock)
+    assert store.lookup(KEYS) == [False] * 8
+    result = store.save([memory.transfer() for memory in filled(KEYS, EVEN)]).wait()
+    assert {error.cause for error in result.failed.values()} == {"unavailable"}
+    store.close()
+    assert clock.monotonic() == 1000.0
+
+
 def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) -> None:
     memory = filled(KEYS[:1], EVEN)[0]
     task = frozen.store.save([memory.transfer()])

@@ -6,6 +6,7 @@ scheduler's process, so a reported hit cannot be lost, and all ranks have the sa
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -103,7 +104,8 @@ class ChunkStager:
         self.shares = tuple(accumulate(padded[:-1], initial=0))
         self._slab.lay_out(sum(padded))
         for thread in self._threads:
-            thread.start()
+            with suppress(RuntimeError):  # the system allows no more threads: without any, lookups find what is staged
+                thread.start()
         self._stores = stores
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -116,6 +117,19 @@ def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
         clock.run_until_idle()
         assert (scene.matched(request("next")) > 0) == answers
         assert scene.counted.outcomes == ["miss", "miss"][: 2 - answers]
+
+
+def test_a_system_that_allows_no_more_threads_ends_no_engine(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Scene(clock, tmp_path, seconds=10.0) as scene:
+        scene.answer()
+        put_all(scene)
+        for thread in scene.stager._threads:
+            refuse = create_autospec(thread.start, side_effect=RuntimeError("can't start new thread"))
+            monkeypatch.setattr(thread, "start", refuse)
+        assert scene.matched(request()) == 0
+        assert scene.counted.outcomes == ["miss"]
 
 
 def test_a_prefix_that_the_same_step_computes_for_another_is_computed_ahead(scene: Scene) -> None:
