@@ -89,6 +89,7 @@ class ChunkStager:
         self._sizes: list[tuple[int, ...]] = []
         self.shares: tuple[int, ...] = ()  #: the offset of each rank's part in a row
         self._changed = clock.condition()
+        self._running: list[ChunkLookup] = []  # by the threads
         self._jobs: Queue[Callable[[], None] | None] = clock.queue()
         self._threads = [clock.thread(self._work, f"ucm-chunks-{number}") for number in range(THREADS)]
 
@@ -114,15 +115,22 @@ class ChunkStager:
         return bool(self._stores)
 
     def submit(self, pieces: list[list[BlockKey]]) -> ChunkLookup:
-        """Look up chunks; already staged ones are answered at once."""
+        """Look up chunks; what is staged is answered at once, and if all threads wait for a medium, nothing else is."""
         lookup = ChunkLookup(pieces, self.clock.monotonic() + self.seconds)
         staged = [self._slab.hold(GROUP, keys) for keys in pieces]
         lookup.rows = staged
-        if all(rows is not None for rows in staged):
+        if all(rows is not None for rows in staged) or self._is_stuck:
             lookup.finished = True
         else:
             self._jobs.put(lambda: self._run(lookup))
         return lookup
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether all threads still wait for stores, although the time for their lookups is over."""
+        with self._changed:
+            now = self.clock.monotonic()
+            return len(self._running) == THREADS and all(now >= lookup.deadline for lookup in self._running)
 
     def poll(self, lookup: ChunkLookup) -> bool:
         """Return whether a lookup has ended or reached its deadline; its result is then what is staged."""
@@ -165,6 +173,7 @@ class ChunkStager:
         begun: list[_Reading] = []
         try:
             with self._changed:  # a release takes the rows away
+                self._running.append(lookup)
                 missing = [n for n, rows in enumerate(lookup.rows) if rows is None and not lookup.finished]
             stored = self._stored([lookup.pieces[number] for number in missing])
             for number in [number for number, there in zip(missing, stored, strict=True) if there]:
@@ -188,6 +197,7 @@ class ChunkStager:
         for reading in begun:
             self._give_up(reading)
         with self._changed:
+            self._running.remove(lookup)
             lookup.finished = True
             self._changed.notify_all()
 

@@ -11,6 +11,7 @@ import pytest
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
 from ucm.blend import PIECE, Chunk
 from ucm.integration.vllm.blend.scheduler import ANSWERS_SECONDS, BlendPlan
+from ucm.integration.vllm.blend.staging import THREADS
 from ucm.store.factory import OpeningStore
 
 if TYPE_CHECKING:
@@ -117,6 +118,28 @@ def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
         clock.run_until_idle()
         assert (scene.matched(request("next")) > 0) == answers
         assert scene.counted.outcomes == ["miss", "miss"][: 2 - answers]
+
+
+def test_once_all_threads_wait_for_a_store_no_further_request_does(clock: SimulatedClock, tmp_path: Path) -> None:
+    opens = clock.event()
+    with Scene(clock, tmp_path, seconds=2.0) as scene:
+        scene.answer()
+        put_all(scene)
+
+        def late() -> KVStore:
+            opens.wait()
+            return scene.stores[0]
+
+        opening = OpeningStore(late, 30.0, clock=clock)
+        scene.scheduler.prepare(1, lambda _: [opening])
+        waiting = [request(str(number)) for number in range(THREADS + 1)]
+        assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [None] * (THREADS + 1)
+        clock.advance(2.0)
+        assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [0] * (THREADS + 1)
+        assert scene.scheduler.matched(request("next"), 0, 0) == 0
+        opens.set()
+        clock.run_until_idle()
+        assert scene.matched(request("last")) > 0
 
 
 def test_a_system_that_allows_no_more_threads_ends_no_engine(
