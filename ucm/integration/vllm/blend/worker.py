@@ -7,6 +7,7 @@ attention, so the result is that of a chunked prefill over the same cache.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from ucm.store.base import BlockTransfer
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -435,7 +436,8 @@ class BlendWorker:
 
     def _write(self, transfers: Sequence[BlockTransfer]) -> None:
         if self._store is not None:
-            self._saving.append((self._store.save(transfers), transfers))
+            with _errors_logged():
+                self._saving.append((self._store.save(transfers), transfers))
 
     def _drop(self, transfers: Sequence[BlockTransfer]) -> None:
         """Write nothing of a passage that was computed with other weights."""
@@ -446,14 +448,13 @@ class BlendWorker:
 
     def _settle(self) -> None:
         """Release the memory of saves that have ended."""
-        still = []
-        for task, transfers in self._saving:
-            if not task.check():
-                still.append((task, transfers))
-                continue
-            if failed := task.wait().failed:
-                get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk were not stored", len(failed))
-        self._saving = still
+        saving, self._saving = self._saving, []
+        for task, transfers in saving:
+            with _errors_logged():
+                if not task.check():
+                    self._saving.append((task, transfers))
+                elif failed := task.wait().failed:
+                    get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk were not stored", len(failed))
 
     def _record(self) -> dict[str, Any]:
         geometry = self._caches.geometry
@@ -470,6 +471,15 @@ class BlendWorker:
             writer = SlabReader()
             writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
             writer.close()
+
+
+@contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Log what a store raises, as a third-party one may: the engine goes on, and a save has memory of its own."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - of any kind
+        get_logger(__name__).exception("[UCM.Blend] a store failed unexpectedly")
 
 
 def _flags(runs: Sequence[Run], start: int, end: int) -> list[bool]:

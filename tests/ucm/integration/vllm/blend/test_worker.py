@@ -22,7 +22,7 @@ from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.integration.vllm.metric_names import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
-from ucm.store.base import BlockKey, KVStore
+from ucm.store.base import BlockKey, KVStore, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -137,6 +137,20 @@ def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(epoch: i
     worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), store)
     worker.begin(StepPlan(4, confirmed=3, epoch=epoch), BlendPlan(), store)
     assert [[block.key for block in call.args[0]] for call in store.save.call_args_list] == [keys] * saves
+
+
+@pytest.mark.parametrize("call", ["save", "check", "wait"])
+def test_a_store_that_raises_ends_no_engine(call: str) -> None:
+    caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
+    task = store.save.return_value = create_autospec(Task, instance=True)
+    (store.save if call == "save" else getattr(task, call)).side_effect = OSError("broken")
+    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
+    worker.begin(StepPlan(1), BlendPlan(), store)
+    worker.save(BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])]))
+    assert store.save.call_count == 1
+    worker.save(BlendPlan())
+    assert worker._left() == 0
+    worker.close()
 
 
 # Choosing tokens by their deviation
