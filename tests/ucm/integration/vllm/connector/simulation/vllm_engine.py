@@ -123,8 +123,15 @@ class VllmEngine:
         shown = generate_scheduler_kv_cache_config([caches])
         self._looking: list[FaultyStore] = []
         self._patched = ExitStack()
-        self._patched.enter_context(patch.object(sides, "open_store", self._open_to_look))
-        self._patched.enter_context(patch.object(sides, "OpeningStore", self._open_in_worker))
+        self._looks, begin = False, sides.SchedulerSide._begin
+
+        def begin_to_look(side: sides.SchedulerSide, records: dict[int, dict[str, Any]]) -> None:
+            self._looks = True
+            begin(side, records)
+            self._looks = False
+
+        self._patched.enter_context(patch.object(sides.SchedulerSide, "_begin", begin_to_look))
+        self._patched.enter_context(patch.object(sides, "opening_store", self._opening_store))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
         if setting.staged:
@@ -226,8 +233,9 @@ class VllmEngine:
         worker.register_kv_caches(all_as_torch(memory.caches))
         return worker
 
-    def _open_in_worker(self, make: partial[KVStore], seconds: float, *, clock: Clock) -> OpeningStore:
-        return OpeningStore(partial(self._open, *make.args), seconds, clock=clock)
+    def _opening_store(self, config: Any, namespace: str, geometry: Any, *, clock: Clock) -> OpeningStore:
+        make = self._open_to_look if self._looks else self._open
+        return OpeningStore(partial(make, config, namespace, geometry), config.stuck_seconds, clock=clock)
 
     def _open(self, config: Any, namespace: str, geometry: Any) -> FaultyStore:
         inner = open_store(config, namespace, geometry, clock=self.clock)
@@ -236,9 +244,9 @@ class VllmEngine:
         self.stores[namespace.rpartition("/")[2]] = store
         return store
 
-    def _open_to_look(self, config: Any, namespace: str, geometry: Any, *, clock: Clock) -> KVStore:
-        """Open a store in the scheduler's process; nothing is read before the geometry is known."""
-        inner = open_store(config, namespace, geometry, clock=clock)
+    def _open_to_look(self, config: Any, namespace: str, geometry: Any) -> KVStore:
+        """Open a store in the scheduler's process; nothing is read where the geometry is not known."""
+        inner = open_store(config, namespace, geometry, clock=self.clock)
         if geometry is None:
             return inner
         store = FaultyStore(inner, self.clock, self.chance, self.setting.failing_loads, 0.0, self.setting.late)
