@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.transforms.mutations import HARMFUL, HARMLESS, mutated, sites
-from tests.transforms.upstream import forms, parsed
+from tests.transforms.upstream import forms, package_of, parsed, sources
 from transforms.engine import apply
 from transforms.engine.apply import apply_rule, apply_rules
 from transforms.engine.report import Candidate, Status
+from transforms.engine.splice import spliced
 from transforms.registry import TRANSFORMS
 
 if TYPE_CHECKING:
@@ -63,12 +64,22 @@ def result_of(release: str, transform: Transform) -> tuple[cst.Module, list[Outc
     """Return the rewritten module, the outcomes of the rules on the published one, and their insertions."""
     path, module = module_of(release, transform)
     changed, outcomes = apply_rules(module, transform.all_rules, path, release)
-    return changed, outcomes, inserted(changed.code)
+    code = printed(release, transform, changed)
+    assert code == changed.bytes
+    return changed, outcomes, inserted(code)
 
 
-def inserted(code: str) -> Counter[str]:
-    """Return the statements that name UCM, each with its enclosing definitions and blocks."""
-    return Counter(f"{place}: {ast.unparse(node)}" for place, node in _insertions(ast.parse(code), ""))
+def printed(release: str, transform: Transform, changed: cst.Module) -> bytes:
+    """Return the code of a changed module; to print it as a whole takes ten times as long."""
+    path, module = module_of(release, transform)
+    return spliced(sources(release, package_of(transform)).read(path), module, changed) or changed.bytes
+
+
+def inserted(code: bytes) -> Counter[str]:
+    """Compile code, and return the statements that name UCM, each with its enclosing definitions and blocks."""
+    tree = ast.parse(code)
+    compile(tree, "m.py", "exec", dont_inherit=True)
+    return Counter(f"{place}: {ast.unparse(node)}" for place, node in _insertions(tree, ""))
 
 
 def _insertions(node: ast.AST, place: str) -> Iterator[tuple[str, ast.AST]]:
@@ -111,13 +122,11 @@ def test_harmless_changes_change_nothing_for_the_rules(
     path, module = module_of(release, transform)
     places, scopes = places_of(release, transform)
     _, outcomes, wanted = result_of(release, transform)
-    code = mutated(module, places, scopes, kinds, seed).code
-    compile(code, path, "exec", dont_inherit=True)
-    changed, found = apply_rules(cst.parse_module(code), transform.all_rules, path, release)
+    code = printed(release, transform, mutated(module, places, scopes, kinds, seed))
+    again = cst.parse_module(code)
+    changed, found = apply_rules(again, transform.all_rules, path, release)
     assert found == outcomes
-    result = changed.code
-    compile(result, path, "exec", dont_inherit=True)
-    assert inserted(result) == wanted
+    assert inserted(spliced(code, again, changed) or changed.bytes) == wanted
 
 
 @each_form
