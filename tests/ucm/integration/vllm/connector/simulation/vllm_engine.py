@@ -6,6 +6,7 @@ Imported only where vLLM is installed. vLLM's own code makes its model runner's 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections import Counter, deque
 from contextlib import ExitStack
@@ -123,6 +124,8 @@ class VllmEngine:
         shown = generate_scheduler_kv_cache_config([caches])
         self._looking: list[FaultyStore] = []
         self._patched = ExitStack()
+        # Which digests of the model the user's cache has would decide which thread waits for them.
+        self._patched.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": str(directory)}))
         self._patched.enter_context(patch.object(sides, "open_store", self._open_to_look))
         self._patched.enter_context(patch.object(sides, "OpeningStore", self._open_in_worker))
         if setting.loads == "direct":  # as if the workers were on other hosts
