@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from transforms.engine.tree import Path
 
 HOOKS = "_ucm_hooks"
-#: Few examples and no shrinking, because one example takes seconds; `nox -s fuzz` tries many more.
+#: One example and no shrinking, because it takes half a second; `nox -s fuzz` tries many more.
 PROFILE = settings(
-    deadline=None, max_examples=2, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    deadline=None, max_examples=1, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 #: The scope makes pytest run the tests of one module one after the other, so that they share its tree.
 each_form = pytest.mark.parametrize(
@@ -115,10 +116,11 @@ def test_a_second_run_recognises_the_insertions_of_the_first(release: str, trans
 
 @each_form
 @settings(PROFILE)
-@given(kinds=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=3, unique=True), seed=st.integers(0, 2**32))
-def test_harmless_changes_change_nothing_for_the_rules(
-    release: str, transform: Transform, kinds: list[str], seed: int
-) -> None:
+@given(seed=st.integers(0, 2**32))
+def test_harmless_changes_change_nothing_for_the_rules(release: str, transform: Transform, seed: int) -> None:
+    """Hypothesis tries the same seeds for each module, and each module has other kinds of changes for a seed."""
+    chance = random.Random(f"{seed} {release} {transform.id}")  # noqa: S311 - no secret
+    kinds = chance.sample(sorted(HARMLESS), chance.randint(3, len(HARMLESS)))
     path, module = module_of(release, transform)
     places, scopes = places_of(release, transform)
     _, outcomes, wanted = result_of(release, transform)
