@@ -21,12 +21,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.simulated import repeatable
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.testing.blocks import Memory, content, in_order, key
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ def lru(asked: Sequence[Asked], capacity: int, *, all_uses: bool) -> list[int]:
 def ucm(asked: Sequence[Asked], capacity: int, *, touch_seconds: float = TOUCH_SECONDS) -> list[int]:
     """Return each request's hits with the store and its evictors; a request every ten seconds."""
     directory = tempfile.mkdtemp(dir="/dev/shm")
-    clock = SimulatedClock(1)
+    clock = repeatable(1)
     config = StoreConfig(
         directories=(directory,),
         posix_capacity_bytes=capacity * FILE,

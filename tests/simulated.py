@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,19 @@ from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def repeatable(seed: int | None) -> SimulatedClock:
+    """Return a clock with which a simulation is the same in every run.
+
+    Uses of blocks count once per minute, so it begins with a minute: the next one, and files are older.
+    """
+    return SimulatedClock(seed, (time.time() // 60 + 1) * 60)
+
+
+def begin_span(clock: SimulatedClock, seconds: float) -> None:
+    """Let time pass until a span of so many seconds has just begun, in which uses of a block count once."""
+    clock.advance(seconds - clock.time() % seconds + 0.001)
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 from tests.campaign.damage import DAMAGES, BlockFile, block_files
 from tests.campaign.figures import Figures
+from tests.simulated import repeatable
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.integration.vllm.connector.simulation.truth import RING, STATE, reach
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
 from tests.ucm.integration.vllm.connector.simulation.vllm_runs import check_stored
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     import random
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tests.campaign.scene import Stage
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
+    from ucm.testing.clock import SimulatedClock
 
 #: The prompts of a round, each of which loses or has damaged blocks of one group.
 PROMPTS = 17
@@ -236,7 +237,7 @@ def run(count: int, stage: Stage) -> Figures:
         )
         directory = stage.disk / f"{stage.rng.getrandbits(64):016x}"
         directory.mkdir()
-        clock = SimulatedClock(stage.rng.getrandbits(32))
+        clock = repeatable(stage.rng.getrandbits(32))
         with ExitStack() as stack:
             stack.callback(clock.close)
             stack.enter_context(patch.object(os, "setpriority", lambda *_: None))  # its threads take turns

@@ -15,6 +15,7 @@ from ucm.testing.clock import SimulatedClock, StuckError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ucm.clock import Clock
 
@@ -165,6 +166,18 @@ def test_what_a_thread_raises_is_told_before_the_test_goes_on(monkeypatch: pytes
     assert told == ["worker: wrong"]
     assert not clock.alive
     clock.close()
+
+
+def test_the_time_of_day_passes_only_with_the_clock(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    began = clock.time_ns()
+    file = tmp_path / "file"
+    file.touch()
+    assert (clock.time_ns(), clock.time()) == (began, began / 1e9)
+    assert file.stat().st_mtime_ns < began
+    clock.advance(HOUR)
+    assert clock.time_ns() == began + int(HOUR * 1e9)
+    assert SimulatedClock(time_of_day=HOUR).time() == HOUR
 
 
 def test_a_thread_from_elsewhere_is_refused(clock: SimulatedClock) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from transforms.engine.errors import OverlayError
 from transforms.engine.marks import MARK, UNREADABLE
 from transforms.engine.transform import DEFAULT_SEAM, Seam
+from transforms.pipeline.sources.tree import unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -63,6 +64,7 @@ def check_overlay(overlay: Overlay, passed: Collection[str] = ()) -> None:
 
     Raises:
         CheckError: Naming the module, the line and what is wrong.
+        SourceError: An expression is nested too deeply for the checks.
     """
     signatures = {one.seam: hook_signatures(one.hooks) for one in overlay.product.registries}
     for module in overlay.modules:
@@ -152,6 +154,8 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stm
 def _check_compiles(module: RewrittenModule) -> None:
     try:
         compile(_parsed(module.rewritten)[0], module.path, "exec", dont_inherit=True)
+    except RecursionError as error:
+        raise unreadable(module.path, error) from error
     except UNREADABLE as error:
         raise _error(module, f"does not compile: {error}") from error
 

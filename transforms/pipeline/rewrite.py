@@ -11,6 +11,7 @@ import libcst as cst
 from transforms.engine.apply import apply_rules
 from transforms.engine.marks import UNREADABLE
 from transforms.engine.report import Outcome, Status
+from transforms.engine.splice import spliced
 from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.tree import SourceError, unreadable
 
@@ -152,12 +153,8 @@ def _rewrite_module(
     """Return a module with the insertions of its transforms; ``transforms`` is empty if they insert nothing."""
     try:
         parsed = cst.parse_module(source)
-        printed = parsed.bytes
     except (cst.ParserSyntaxError, *UNREADABLE) as error:
         raise unreadable(path, error) from error
-    if printed != source:
-        what = "an upstream module would change in more than its insertions"
-        raise SourceError(what, where=path, fix="end its lines with \\n or \\r\\n, not with \\r, in the sources")
     try:
         return _inserted(transforms, path, source, parsed, release, product)
     except RecursionError as error:
@@ -168,14 +165,26 @@ def _inserted(
     transforms: Sequence[Transform], path: str, source: bytes, parsed: cst.Module, release: str, product: Product
 ) -> RewrittenModule:
     changed, outcomes, changing = _applied(transforms, parsed, path, release)
-    rewritten = _with_notice(changed.bytes, release, product)
+    rewritten = _with_notice(_printed(path, source, parsed, changed), release, product)
     module = RewrittenModule(tuple(changing), path, source, rewritten, tuple(outcomes), rewritten)
     if not any(transform.opt_in for transform in changing):
         return module
     defaults = [transform.default for transform in changing if transform.default is not None]
     smaller, _, left = _applied(defaults, parsed, path, release)
     opt_in = tuple(rule.id for t in changing for rule in t.all_rules if t.is_opt_in(rule.id))
-    return replace(module, default=_with_notice(smaller.bytes, release, product) if left else None, opt_in=opt_in)
+    default = _with_notice(_printed(path, source, parsed, smaller), release, product) if left else None
+    return replace(module, default=default, opt_in=opt_in)
+
+
+def _printed(path: str, source: bytes, parsed: cst.Module, changed: cst.Module) -> bytes:
+    """Return a changed module's source; nothing but the insertions differs from the upstream one."""
+    found = spliced(source, parsed, changed)
+    if found is not None:
+        return found
+    if parsed.bytes != source:
+        what = "an upstream module would change in more than its insertions"
+        raise SourceError(what, where=path, fix="end its lines with \\n or \\r\\n, not with \\r, in the sources")
+    return changed.bytes
 
 
 def _applied(

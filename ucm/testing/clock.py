@@ -32,6 +32,8 @@ T = TypeVar("T")
 #: Simulated seconds for which the test's thread waits for something without a time limit. Threads that wake
 #: periodically would otherwise keep a test going for ever.
 _LONGEST_WAIT = 48 * 3600.0
+#: How far a clock's time of day is ahead of the real one at its start.
+_AHEAD_NS = 60 * 10**9
 #: Not shown of a thread's stack.
 _MACHINERY = {__file__, threading.__file__}
 #: With a seed, one in so many calls of the clock lets another thread go first.
@@ -72,11 +74,14 @@ class SimulatedClock:
     Args:
         seed: None runs threads in the order in which they became able to go on. A number chooses the order at random,
             to try other interleavings.
+        time_of_day: The time at its start in seconds since 1970; None: a minute from now, so that the times of files,
+            which the kernel sets, are in the past, however long a test takes to write them.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, time_of_day: float | None = None) -> None:
         self._chance = None if seed is None else random.Random(seed)  # noqa: S311 - not for secrets
         self._now = self._start = 1000.0
+        self._began_ns = time.time_ns() + _AHEAD_NS if time_of_day is None else int(time_of_day * 1e9)
         self._order = itertools.count()
         self._test = _Turn("the test", ident=threading.get_ident())
         self._running = self._test
@@ -139,12 +144,12 @@ class SimulatedClock:
         return self._now
 
     def time(self) -> float:
-        """Return the time of day plus the simulated time that has passed: comparable with times of files."""
-        return time.time() + self._now - self._start
+        """Return the time of day at the clock's start plus the simulated time that has passed."""
+        return self.time_ns() / 1e9
 
     def time_ns(self) -> int:
         """Return the same in nanoseconds."""
-        return time.time_ns() + int((self._now - self._start) * 1e9)
+        return self._began_ns + int((self._now - self._start) * 1e9)
 
     def sleep(self, seconds: float) -> None:
         """Wait, and let others run."""

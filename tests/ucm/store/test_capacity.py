@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.simulated import begin_span
 from tests.ucm.store.evicting import evict_unpinned
 from ucm.clock import SYSTEM
 from ucm.store.factory import open_store
@@ -209,7 +210,7 @@ def test_other_models_blocks_count_and_go(full: StoreConfig, clock: SimulatedClo
 
 def test_a_load_renews_a_block(full: StoreConfig, layout: Layout, clock: SimulatedClock) -> None:
     span = 3600.0
-    clock.advance(span - clock.time() % span)
+    begin_span(clock, span)
     until = used_until(clock.time(), span, 0) / 1e9
     with open_store(replace(full, touch_seconds=span), NAMESPACE, EVEN, clock=clock) as store:
         fetch(store, KEYS[:2], EVEN)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.simulated import begin_span
 from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
@@ -78,7 +79,7 @@ def shrink(config: StoreConfig, blocks: int) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 15.0])
 def test_a_new_chain_is_evicted_from_its_end(patient: StoreConfig, clock: SimulatedClock, seconds: float) -> None:
     keys = chain(0, 30)
-    clock.advance(TOUCH - clock.time() % TOUCH)  # a request that runs on in the next span is renewed as a whole
+    begin_span(clock, TOUCH)  # a request that runs on in the next span is renewed as a whole
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         for first in range(0, 30, 10):  # a prompt that is computed in several steps
             save(store, keys[: first + 10], first)
@@ -93,18 +94,17 @@ def test_a_prefix_that_another_cache_serves_stays(patient: StoreConfig, clock: S
     """vLLM serves it to 60 requests, whose other blocks are all written later than it was."""
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, chain(0, COMMON))
-        used: list[tuple[int, int]] = []  # the spans in which each prompt's use began and ended: files take real time
+        used: list[int] = []  # the span of each prompt's use
         for prompt in range(60):
             clock.advance(7.0)
-            began = clock.time()
             store.renew(in_order(chain(prompt, COMMON)))
             save(store, chain(prompt, COMMON + 4), COMMON)
-            used.append((int(began // TOUCH), int(clock.time() // TOUCH)))
+            used.append(int(clock.time() // TOUCH))
     shrink(patient, 200)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         assert found(store, chain(0, COMMON)) == [True] * COMMON
         left = [sum(found(store, chain(prompt, COMMON + 4))) - COMMON for prompt in range(60)]
-        pairs = [(one, other) for one in range(60) for other in range(60) if used[one][1] < used[other][0]]
+        pairs = [(one, other) for one in range(60) for other in range(60) if used[one] < used[other]]
         assert all(left[one] <= left[other] for one, other in pairs), "the oldest go first"
         assert sum(left) == 40
         assert all(has_no_gap(store, chain(prompt, COMMON + 4)) for prompt in range(60))
@@ -127,7 +127,7 @@ def test_no_chain_ever_has_a_gap(patient: StoreConfig, clock: SimulatedClock, se
                 load(store, keys[:there], chance.randrange(there + 1))
             clock.advance(chance.choice((0.0, 0.0, TOUCH)))  # it is computed
             save(store, keys, there)
-            if clock.time() // TOUCH != span:  # as the connector does; real time, which files take, counts as well
+            if clock.time() // TOUCH != span:  # as the connector does
                 store.renew(in_order(keys))
             clock.advance(2.0)  # the evictors' threads renew what was used
             if chance.random() < 0.3:
@@ -141,7 +141,7 @@ def test_a_chain_is_renewed_once_per_span(
     patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touched: list[str] = []
-    clock.advance(TOUCH - clock.time() % TOUCH)
+    begin_span(clock, TOUCH)
     keys = chain(0, COMMON)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
@@ -175,7 +175,8 @@ def test_a_long_prompt_is_evicted_from_its_end_whenever_it_is_written(
         move(self, folder, name)
 
     monkeypatch.setattr(NewFile, "move", move_now)
-    clock.advance(2 * TOUCH - clock.time() % TOUCH - 0.1)  # the span is about to end
+    begin_span(clock, TOUCH)
+    clock.advance(TOUCH - 0.1)  # the span is about to end
     with open_store(replace(patient, touch_seconds=touch_seconds), NAMESPACE, SMALL, clock=clock) as store:
         for place, one in enumerate(keys, 1):
             memory = Memory(one, SMALL, content(one, SMALL))

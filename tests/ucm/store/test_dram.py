@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.simulated import begin_span
 from ucm.clock import SYSTEM
 from ucm.store.base import (
     BlockCorruptError,
@@ -81,6 +82,7 @@ def test_it_never_holds_more_than_it_may(config: StoreConfig, clock: SimulatedCl
             one, two = KEYS[number : number + 4], KEYS[number : number + 2]
             assert save(store, one, EVEN).failed == save(other, two, EVEN).failed == {}
             assert held(config) <= CAPACITY + 8192  # the files that say what a namespace is
+            clock.advance(0.01)
         left, lefts = there(store, KEYS), there(other, KEYS)
         assert 15 <= len(left) + len(lefts) <= 20
         assert KEYS[-1] in left
@@ -94,7 +96,9 @@ def test_it_never_holds_more_than_it_may(config: StoreConfig, clock: SimulatedCl
 
 def test_the_least_recently_used_goes_and_its_memory_serves_again(config: StoreConfig, clock: SimulatedClock) -> None:
     with open_store(replace(config, save_threads=1), NAMESPACE, EVEN, clock=clock) as store:
-        save(store, KEYS[:20], EVEN)
+        for one in KEYS[:20]:
+            save(store, [one], EVEN)
+            clock.advance(0.01)
         kept = there(store, KEYS[:20])
         inodes = {path.stat().st_ino for path in Path(directory_of(layout_of(config))).iterdir()}
         assert fetch(store, kept[:2], EVEN)[1] == {}
@@ -105,7 +109,7 @@ def test_the_least_recently_used_goes_and_its_memory_serves_again(config: StoreC
 
 
 def test_a_chain_that_is_written_slowly_is_evicted_from_its_end(config: StoreConfig, clock: SimulatedClock) -> None:
-    clock.advance(60.0 - clock.time() % 60.0)
+    begin_span(clock, 60.0)
     chain, others = KEYS[:12], KEYS[12:24]
     with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         for depth, memory in enumerate(filled(chain, EVEN)):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.simulated import begin_span
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
 from tests.ucm.store.workers import lease_until_killed
 from ucm.store.base import BlockCorruptError, BlockTransfer
@@ -191,7 +192,7 @@ def test_a_lease_is_bounded_and_a_wrong_clock_makes_no_block_immortal(
     layout = Layout(patient.directories[0], NAMESPACE)
     with open_store(replace(patient, lease_seconds=600.0), NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
-        clock.advance(TOUCH - clock.time() % TOUCH)
+        begin_span(clock, TOUCH)
         span_ends = (clock.time() // TOUCH + 1) * TOUCH
         store.retain(in_order(keys), clock.time() + 1e9, pinned=True)
         settle(clock)
@@ -299,7 +300,7 @@ def test_a_damaged_block_has_no_lease(patient: StoreConfig, clock: SimulatedCloc
         store.retain(in_order(keys), clock.time() + 600.0, pinned=True)
         settle(clock)
     assert quarantine(layout, keys[0], BlockCorruptError("x"), 16)
-    clock.advance(TOUCH - clock.time() % TOUCH)
+    begin_span(clock, TOUCH)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, [key(7)])
         settle(clock)

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.simulated import repeatable
 from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError
 from ucm.store.config import StoreConfig
@@ -20,7 +21,6 @@ from ucm.store.posix.scan import scan
 from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import Memory, content, fetch, key, save
-from ucm.testing.clock import SimulatedClock
 
 GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
 SLICES = len(GEOMETRY.slice_sizes)
@@ -39,7 +39,7 @@ class Storing(RuleBasedStateMachine):
 
     @initialize(direct=st.booleans(), several=st.booleans(), order=st.none() | st.integers(0, 99))
     def open(self, direct: bool, several: bool, order: int | None) -> None:
-        self.clock = SimulatedClock(order)
+        self.clock = repeatable(order)
         roots = [Path(self.directory.name, name) for name in ("a", "b")[: 1 + several]]
         for root in roots:
             root.mkdir()

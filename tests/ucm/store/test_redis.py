@@ -31,11 +31,10 @@ from tests.ucm.store.remote_blocks import (
     recover,
 )
 from tests.ucm.store.servers import (
-    NODE_TIMEOUT,
     Proxy,
     RedisServer,
     certificates,
-    take_over_after,
+    take_over,
     tls_before,
 )
 from ucm.doctor.config_checks import check_config
@@ -627,13 +626,12 @@ def test_a_cluster_whose_master_dies_under_load(redis_cluster: list[RedisServer]
                 assert loaded, "what the others have"
                 assert failed, "no replica takes over yet"
                 assert all(ALL[block] == data for block, data in loaded.items())
-                take_over_after([node for node in redis_cluster if node is not redis_cluster[1]], 1000)
+                take_over(redis_cluster, redis_cluster[1])
                 recover(store)
                 rounds = load.rounds
                 eventually(lambda: load.rounds > rounds + 2)
         finally:
             redis_cluster[1].start()
-            take_over_after(redis_cluster, NODE_TIMEOUT)
     assert (load.wrong, load.raised) == ([], [])
 
 

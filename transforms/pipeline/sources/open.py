@@ -6,12 +6,10 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import requests
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from transforms.pipeline.sources.cache import Cache
 from transforms.pipeline.sources.local import agreed_release, open_directory, open_installed, open_sdist
-from transforms.pipeline.sources.session import open_session
 from transforms.pipeline.sources.tree import Archive, Artefact, SourceError, SourceTree, parse_release, sha256
 from transforms.pipeline.sources.wheel import Place, WheelTree, read_record
 from transforms.registry import VLLM
@@ -122,11 +120,13 @@ def download(archive: Archive, cache: Cache, config: PipConfig) -> Path:
     Raises:
         SourceError: The archive cannot be fetched, or its hash differs from the one on the index.
     """
+    from transforms.pipeline.sources.session import open_session  # noqa: PLC0415 - as above
+
     try:
         with open_session(config, archive.url) as session:
             answer = session.get(archive.url, timeout=config.timeout)
             answer.raise_for_status()
-    except requests.RequestException as error:
+    except OSError as error:  # what requests raises is one
         raise SourceError(f"{archive.filename} could not be fetched: {error}", fix="run it again") from error
     if archive.sha256 and sha256(answer.content) != archive.sha256:
         raise SourceError(f"{archive.filename} is not the file that the index promises: its hash differs")

@@ -1,13 +1,18 @@
-"""Make connections with pip's settings."""
+"""Make connections with pip's settings; imported where one is made, because the import takes 0.1 s."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import requests
+from remotezip import RemoteZip, RemoteZipError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from zipfile import ZipFile
+
     from transforms.pipeline.sources.pip_config import PipConfig
 
 
@@ -52,6 +57,23 @@ def open_session(config: PipConfig | None, url: str) -> requests.Session:
         session.proxies = {"http": config.proxy, "https": config.proxy}
         session.trust_env = False  # the environment's proxies would take precedence
     return session
+
+
+@contextmanager
+def remote_wheel(url: str, config: PipConfig | None) -> Iterator[ZipFile]:
+    """Open a zip file of a server, which is read in ranges.
+
+    Raises:
+        OSError: It cannot be read, or the server does not serve ranges.
+    """
+    try:
+        with (
+            open_session(config, url) as session,
+            RemoteZip(url, session=session, timeout=config.timeout if config else 30.0) as wheel,
+        ):
+            yield wheel
+    except RemoteZipError as error:
+        raise OSError(str(error)) from error
 
 
 def _is_trusted(config: PipConfig, url: str) -> bool:

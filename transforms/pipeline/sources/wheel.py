@@ -9,14 +9,10 @@ import zipfile
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-import requests
-from remotezip import RemoteZip, RemoteZipError
-
-from transforms.pipeline.sources.session import open_session
 from transforms.pipeline.sources.tree import Artefact, SourceError, is_python_of, sha256
 from transforms.registry import VLLM
 
@@ -114,8 +110,9 @@ class WheelTree:
 def _read_in_runs(wheel: zipfile.ZipFile, paths: list[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the contents of members; nearby members of a remote archive are read in one request."""
     wanted = sorted((wheel.getinfo(path) for path in paths), key=lambda member: member.header_offset)
-    if isinstance(wheel, RemoteZip):
-        wheel.fp.set_position_to_size(_runs(wheel, wanted))
+    if type(wheel) is not zipfile.ZipFile:
+        remote: Any = wheel.fp
+        remote.set_position_to_size(_runs(wheel, wanted))
     for member in wanted:
         yield member.filename, wheel.read(member)
 
@@ -177,12 +174,11 @@ def open_wheel(archive: Archive, config: PipConfig | None) -> Iterator[zipfile.Z
             with zipfile.ZipFile(Path(url2pathname(parts.path))) as wheel:
                 yield wheel
         else:
-            with (
-                open_session(config, archive.url) as session,
-                RemoteZip(archive.url, session=session, timeout=config.timeout if config else 30.0) as wheel,
-            ):
+            from transforms.pipeline.sources.session import remote_wheel  # noqa: PLC0415 - as in `open_sources`
+
+            with remote_wheel(archive.url, config) as wheel:
                 yield wheel
-    except (RemoteZipError, requests.RequestException, zipfile.BadZipFile, zlib.error, KeyError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, OSError) as error:
         raise SourceError(
             f"{archive.filename} could not be read: {error}",
             fix="run it again; if the index does not serve byte ranges, download the archive and use --from PATH",

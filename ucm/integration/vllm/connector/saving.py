@@ -10,7 +10,7 @@ import mmap
 import weakref
 from collections import Counter, deque
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -259,7 +259,8 @@ class Saver:
         self._clock = clock
         self.room = SaveRoom(limit)
         self._lock = clock.lock()
-        self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
+        self._tasks: weakref.WeakValueDictionary[int, SaveTask] = weakref.WeakValueDictionary()  # in their order
+        self._begun = count()
         self._thread: Thread | None = None
         self._closed = clock.event()
 
@@ -299,7 +300,7 @@ class Saver:
     def _watch(self, task: SaveTask) -> None:
         """Remember a task, and start the thread that frees memory, unless it runs."""
         with self._lock:
-            self._tasks.add(task)
+            self._tasks[next(self._begun)] = task
             if self._thread is not None or self._closed.is_set():
                 return
             thread = self._clock.thread(self._free, "ucm-free")
@@ -319,7 +320,7 @@ class Saver:
 
     def _check_all(self) -> None:
         with self._lock:
-            tasks = list(self._tasks)
+            tasks = list(self._tasks.values())
         for task in tasks:
             if self._closed.is_set():
                 return

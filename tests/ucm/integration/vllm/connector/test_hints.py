@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.simulated import begin_span
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, request
 from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.hints import HintError, retain_seconds
@@ -82,7 +83,7 @@ def test_what_has_another_type_is_refused(more: dict[str, Any]) -> None:
 
 def test_found_and_saved_blocks_are_retained_until_one_time_per_span(clock: SimulatedClock) -> None:
     scene = Scene(clock, touch_seconds=TOUCH, lease_seconds=600.0)
-    clock.advance(TOUCH - clock.time() % TOUCH)
+    begin_span(clock, TOUCH)
     chain = scene.keep(TOKENS[:8])
     until = (clock.time() // TOUCH + 1) * TOUCH + 300.0
     new = request(TOKENS, kv_transfer_params={"ucm_retain_seconds": 300})

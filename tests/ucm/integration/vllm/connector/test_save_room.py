@@ -140,6 +140,22 @@ def test_an_engine_without_requests_gives_its_memory_back(clock: SimulatedClock,
         assert list(task.wait().done) == KEYS[:1], number
 
 
+def test_saves_are_looked_at_in_their_order(
+    clock: SimulatedClock, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in that of their addresses, which are others in every process."""
+    looked, check = list[SaveTask](), Saver.check
+
+    def noted(self: Saver, task: SaveTask) -> bool:
+        looked.append(task)
+        return check(self, task)
+
+    monkeypatch.setattr(Saver, "check", noted)
+    tasks = [save(saver)[0] for _ in range(40)]
+    clock.advance(saving.KEEP_SECONDS + 0.001)
+    assert looked == tasks
+
+
 def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(clock: SimulatedClock, saver: Saver) -> None:
     task, _ = save(saver)
     task.wait()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
 
+from tests.simulated import begin_span
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
 from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 
@@ -167,7 +168,7 @@ def test_what_the_engine_had_and_what_it_loads_is_renewed_as_a_whole(clock: Simu
 
 def test_a_chain_that_grows_for_long_is_renewed_in_each_span(clock: SimulatedClock) -> None:
     scene = Scene(clock, touch_seconds=60.0)
-    clock.advance(60.0 - clock.time() % 60.0)
+    begin_span(clock, 60.0)
     new = request(TOKENS)
     chain = scene.keep(TOKENS[:8])
     scene.admit(new, computed=8, had=[70, 71])

@@ -7,22 +7,26 @@ is saved, and always make progress.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from tests.simulated import repeatable
 from tests.ucm.integration.vllm.connector.simulation.engine import Engine
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting, any_setting
 from tests.ucm.integration.vllm.connector.simulation.truth import VOCABULARY, Keys
 from tests.ucm.integration.vllm.connector.simulation.verify import wrong_blocks
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from ucm.testing.clock import SimulatedClock
 
-
+ROOT = Path(__file__).parents[5]
 #: The number of starts on one store, and of requests in each.
 STARTS, REQUESTS = 3, 30
 
@@ -53,7 +57,7 @@ def serve(engines: list[Engine], chance: random.Random, some: list[list[int]]) -
 def run(setting: Setting, directory: Path, seed: int, engines: int = 1) -> Counter[str]:
     """Start one or several engines repeatedly on one store; return the events of all."""
     chance = random.Random(seed)  # noqa: S311 - no secret
-    truth, keys, clock = setting.truth(), Keys(), SimulatedClock(seed)
+    truth, keys, clock = setting.truth(), Keys(), repeatable(seed)
     some = prompts(chance)
     happened: Counter[str] = Counter()
     for _ in range(STARTS):
@@ -186,3 +190,25 @@ def test_an_engine_without_a_store_serves_the_same(clock: SimulatedClock, tmp_pa
     engine.close()
     assert engine.happened["loads"] == 0
     assert engine.happened["finished"] == REQUESTS
+
+
+def test_a_seed_has_the_same_events_in_every_process() -> None:
+    """Neither the order of sets nor the real time decides anything, so a failure can be repeated."""
+    code = (
+        "import pathlib, sys, tempfile\n"
+        f"from {__name__} import ENGINES, run\n"
+        "with tempfile.TemporaryDirectory() as directory:\n"
+        "    print(run(ENGINES['staged'][0], pathlib.Path(directory), 1))\n"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ""},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "2")
+    }
+    assert len(told) == 1

@@ -130,7 +130,7 @@ class Engine:
 
     def submit(self, prompt: list[int], max_tokens: int) -> Request:
         self._number += 1
-        request = Request(f"{id(self)}-{self._number}", prompt, max_tokens)
+        request = Request(str(self._number), prompt, max_tokens)
         self._requests.append(request)
         self.scheduler.add(request)
         return request

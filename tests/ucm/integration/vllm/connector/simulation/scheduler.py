@@ -87,7 +87,7 @@ class Scheduler:
                 if self._asynchronous:
                     request.num_output_placeholders -= rejected
             self._append(request, tokens, stale=stale)
-        for request_id in loaded:
+        for request_id in sorted(loaded):
             self._end_load(request_id)
 
     def finish(self, request: Request) -> None:

@@ -6,6 +6,7 @@ Imported only where vLLM is installed. vLLM's own code makes its model runner's 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections import Counter, deque
 from contextlib import ExitStack
@@ -132,6 +133,8 @@ class VllmEngine:
 
         self._patched.enter_context(patch.object(sides.SchedulerSide, "_begin", begin_to_look))
         self._patched.enter_context(patch.object(sides, "opening_store", self._opening_store))
+        # Which digests of the model the user's cache has would decide which thread waits for them.
+        self._patched.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": str(directory)}))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
         if setting.staged:

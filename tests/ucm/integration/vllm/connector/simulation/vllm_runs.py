@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tests.simulated import repeatable
 from tests.ucm.integration.vllm.connector.simulation.truth import CELL
 from ucm.store.base import BlockKey, BlockTransfer
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     import random
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
+    from ucm.testing.clock import SimulatedClock
 
 #: The minimum and maximum number of starts on one store, and the requests in each.
 STARTS, MOST_STARTS, REQUESTS = 2, 8, 40
@@ -49,7 +50,7 @@ def serve(
     Returns:
         The number of events of each kind, in all engines together; ``stored`` is of the last one.
     """
-    clock = SimulatedClock(1)
+    clock = repeatable(1)
     happened: Counter[str] = Counter()
     known: dict[bytes, tuple[int, ...]] = {}
     failing = "invalid" if setting.loads == "direct" else "injected"
