@@ -144,13 +144,13 @@ def test_saves_are_looked_at_in_their_order(
     clock: SimulatedClock, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in that of their addresses, which are others in every process."""
-    looked, check = list[SaveTask](), Saver.check
+    looked, check = list[SaveTask](), SaveTask.check
 
-    def noted(self: Saver, task: SaveTask) -> bool:
-        looked.append(task)
-        return check(self, task)
+    def noted(self: SaveTask) -> bool:
+        looked.append(self)
+        return check(self)
 
-    monkeypatch.setattr(Saver, "check", noted)
+    monkeypatch.setattr(SaveTask, "check", noted)
     tasks = [save(saver)[0] for _ in range(40)]
     clock.advance(saving.KEEP_SECONDS + 0.001)
     assert looked == tasks
