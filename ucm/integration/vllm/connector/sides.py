@@ -617,8 +617,9 @@ class WorkerSide:
         make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
         store = OpeningStore(make, config.stuck_seconds, clock=self._clock)
         self.counters.watch(store)
-        # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
-        room = min(config.save_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
+        # Every rank copies queued blocks of each group out of the KV cache, so they share the memory, and the store.
+        most = default_bytes() if config.capacity_bytes is None else min(default_bytes(), config.capacity_bytes)
+        room = min(config.save_queue_bytes, most // (ranks(self._vllm_config) * len(self._memories)))
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room, clock=self._clock)
         return StagedTransfer(memory, store, self._slab, save_queue_bytes=room, clock=self._clock)
