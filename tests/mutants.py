@@ -153,7 +153,7 @@ def failed(tests: Sequence[str]) -> set[str]:
     Raises:
         RuntimeError: If one was not run.
     """
-    seen = _Outcomes()
+    seen = Outcomes()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests], plugins=[seen])
     if seen.passed | seen.failed != set(tests):
@@ -161,12 +161,19 @@ def failed(tests: Sequence[str]) -> set[str]:
     return seen.failed
 
 
-class _Outcomes:
+class Outcomes:
+    """A plug-in of pytest that records which tests passed and failed, and why the first one failed."""
+
     def __init__(self) -> None:
         self.passed: set[str] = set()
         self.failed: set[str] = set()
+        self.why = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record the outcome of a part of a test: its fixtures' start, its call, their end."""
+        if report.failed and not self.why:
+            errors = (line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E "))
+            self.why = next(errors, "")
         if report.when == "call":
             (self.passed if report.passed else self.failed).add(report.nodeid)
 
@@ -227,12 +234,14 @@ def on_engines(found: Sequence[Mutant]) -> list[str]:
     survived = []
     for release in dict.fromkeys(one.release for one in found):
         rules = [one.rule.id for one in found if one.release == release]
-        is_broken, _, told = _engines_fail(release, sorted({named[rule] for rule in rules}))
+        is_broken, _, _, told = _engines_fail(release, sorted({named[rule] for rule in rules}))
         if is_broken:
             raise SystemExit(f"these tests fail without a mutant:\n{told[-3000:]}")
         for rule in rules:
-            is_killed, seconds, told = _engines_fail(release, [named[rule]], {variables[rule]: rule})
-            print(f"{'killed' if is_killed else 'SURVIVED'} in {seconds:.0f} s: {rule}: {named[rule]}", flush=True)
+            is_killed, seconds, why, told = _engines_fail(release, [named[rule]], {variables[rule]: rule})
+            print(
+                f"{'killed' if is_killed else 'SURVIVED'} in {seconds:.0f} s: {rule}: {named[rule]}: {why}", flush=True
+            )
             if not is_killed:
                 survived.append(f"{rule}: {named[rule]}: {told[-300:]}")
     return survived
@@ -240,23 +249,24 @@ def on_engines(found: Sequence[Mutant]) -> list[str]:
 
 def _engines_fail(
     release: str, tests: Sequence[str], mutant: Mapping[str, str] | None = None
-) -> tuple[bool, float, str]:
+) -> tuple[bool, float, str, str]:
     """Run end-to-end tests in this process, which keeps the overlays and the processes that have imported vLLM.
 
     Returns:
-        Whether one fails, the seconds, and what pytest printed.
+        Whether one fails, the seconds, why it fails, which need not be the mutant, and what pytest printed.
 
     Raises:
         RuntimeError: If they could not be run.
     """
-    begin, told = time.monotonic(), io.StringIO()
+    begin, told, seen = time.monotonic(), io.StringIO(), Outcomes()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         for name, value in {"UCM_E2E_RELEASE": release, **(mutant or {})}.items():
             patch.setenv(name, value)
-        code = pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests])
+        options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        code = pytest.main([*options, *tests], plugins=[seen])
     if code not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
         raise RuntimeError(f"not run: {', '.join(tests)}: {told.getvalue()[-3000:]}")
-    return code == pytest.ExitCode.TESTS_FAILED, time.monotonic() - begin, told.getvalue()
+    return code == pytest.ExitCode.TESTS_FAILED, time.monotonic() - begin, seen.why, told.getvalue()
 
 
 def main(arguments: Sequence[str]) -> int:

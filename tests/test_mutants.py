@@ -10,7 +10,7 @@ import libcst as cst
 import pytest
 
 from tests.e2e.processes import LATE
-from tests.mutants import EARLY_MUTANT, MUTANT, ROOT, mutants, mutated, switchable, variable
+from tests.mutants import EARLY_MUTANT, MUTANT, ROOT, Outcomes, mutants, mutated, switchable, variable
 from transforms.engine.apply import apply_rule
 from transforms.engine.edits import after
 from transforms.engine.members import Field, Keyword, Method
@@ -113,6 +113,17 @@ EDITS: dict[str, tuple[Edit, str, Any, Any]] = {
         ([0], ["known"], None),
     ),
 }
+
+
+def test_it_is_told_why_a_test_failed() -> None:
+    """Not every mutant that is killed was killed by the rule that it lacks."""
+    seen = Outcomes()
+    where = "a.py::test", ("a.py", 0, "test"), dict[str, Any]()
+    seen.pytest_runtest_logreport(pytest.TestReport(*where, "passed", None, "setup"))
+    error = "    told()\nE   OSError: no room\n\na.py:1: OSError"
+    seen.pytest_runtest_logreport(pytest.TestReport(*where, "failed", error, "call"))
+    seen.pytest_runtest_logreport(pytest.TestReport(*where, "failed", "E   another", "teardown"))
+    assert (seen.failed, seen.why) == ({"a.py::test"}, "OSError: no room")
 
 
 def test_engines_share_an_import_of_vllm_unless_it_runs_the_mutant() -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: Bytes that may wait; if more wait, jobs run at once.
-MOST_WAITING = 1 << 30
+#: The share of the queue above which jobs run at once.
+CALM_SHARE = 0.5
 #: Seconds after which a job runs during a computation, so that saving goes on within a long one. The delay shrinks as
 #: more bytes wait, so that an engine that never rests saves as fast as it computes.
 LONGEST_DELAY = 0.25
@@ -41,11 +41,13 @@ class Throttle:
     """Delays jobs while their caller computes.
 
     Args:
+        limit: Bytes that may be queued.
         clock: What the delays pass by.
     """
 
-    def __init__(self, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, limit: int, *, clock: Clock = SYSTEM) -> None:
         self._clock = clock
+        self._calm = CALM_SHARE * limit
         self._changed = clock.condition()
         self._active = False
         #: The monotonic time from which jobs may run if nothing is computed.
@@ -71,7 +73,7 @@ class Throttle:
         Args:
             waiting: Bytes queued, including this job's.
         """
-        latest = self._clock.monotonic() + LONGEST_DELAY * (1 - waiting / MOST_WAITING)
+        latest = self._clock.monotonic() + LONGEST_DELAY * (1 - waiting / self._calm)
         with self._changed:
             while (left := (latest if self._active else min(latest, self._free_from)) - self._clock.monotonic()) > 0:
                 self._changed.wait(left)

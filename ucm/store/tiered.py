@@ -82,7 +82,7 @@ class TieredStore(KVStore):
         self._queued_bytes = 0
         self._closed = False
         self._loading = 0  # load tasks in progress
-        self._throttle = Throttle(clock=clock)
+        self._throttle = Throttle(config.save_queue_bytes, clock=clock)
         self._guards = tuple(Guard(tier, config, self._take_turn, clock=clock) for tier in self._tiers)
         self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
         self._behind = tuple(

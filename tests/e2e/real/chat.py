@@ -71,9 +71,13 @@ def serve_command(environment: Environment, model: Path, transfer: Mapping[str, 
 
     In float32, loaded and computed KV give the same tokens. In bfloat16, vLLM 0.32.0's attention uses AMX before a
     layer of so small a model has asked the operating system for it: the worker ends with an illegal instruction.
+
+    All processes import what is installed, and nothing from the directory where they are started: this repository has
+    a ``ucm`` as well.
     """
+    python = shlex.quote(str(environment.python))
     lines = [
-        f"env VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind {shlex.quote(str(environment.python))}",
+        f"env PYTHONSAFEPATH=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind {python}",
         f"-m vllm.entrypoints.cli.main serve {shlex.quote(str(model))} --served-model-name {SERVED} --port {port}",
         "--dtype float32 --enforce-eager --enable-prompt-tokens-details",
     ]

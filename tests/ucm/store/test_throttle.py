@@ -69,22 +69,23 @@ def test_loads_are_not_held_back(store: KVStore, clock: SimulatedClock) -> None:
 
 
 def test_what_is_too_much_is_written_at_once(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    monkeypatch.setattr(guard, "MOST_WAITING", 2 * EVEN.nbytes)
-    task = saved_in_the_background(store)
-    # All but the last: with that alone waiting, there is time.
-    clock.advance(60)
-    assert not task.check()
-    store.throttle(active=False)
-    clock.advance(guard.GRACE)
-    assert task.check()
+    """More than half of what may wait, however little that is."""
+    monkeypatch.setattr(guard, "LONGEST_DELAY", NEVER)
+    narrow = replace(config, save_threads=1, save_queue_bytes=len(KEYS) * EVEN.nbytes)
+    with open_store(narrow, "n", EVEN, clock=clock) as store:
+        task = saved_in_the_background(store)
+        clock.advance(60)
+        assert store.stats()["posix"].saved_blocks == 3, "with one alone waiting, there is time"
+        store.throttle(active=False)
+        clock.advance(guard.GRACE)
+        assert task.check()
 
 
 def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock) -> None:
     monkeypatch.setattr(guard, "LONGEST_DELAY", NEVER)
-    monkeypatch.setattr(guard, "MOST_WAITING", 10_000)
-    held = Throttle(clock=clock)
+    held = Throttle(20_000, clock=clock)
     held.switch(active=True)
     turns = [call_later(partial(held.take_turn, waiting), "turn", clock=clock) for waiting in (9_999, 5_000)]
     clock.advance(NEVER / 10_000)
@@ -103,7 +104,7 @@ def test_a_store_can_be_closed_meanwhile(store: KVStore) -> None:
 
 
 def test_a_long_computation_does_not_hold_it_for_ever(clock: SimulatedClock) -> None:
-    held = Throttle(clock=clock)
+    held = Throttle(1, clock=clock)
     held.switch(active=True)
     began = clock.monotonic()
     held.take_turn(0)

@@ -594,10 +594,12 @@ class WorkerSide:
         """Create a group's transfer: in place for a KV cache in host memory, else through staging memory."""
         tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
         config = self._settings.store.as_store_config()
+        # Every rank copies queued blocks of each group out of the KV cache, so they share the memory, and the store.
+        most = default_bytes() if config.capacity_bytes is None else min(default_bytes(), config.capacity_bytes)
+        room = min(config.save_queue_bytes, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
+        config = replace(config, save_queue_bytes=room)  # the store hurries when much of it is in use
         store = opening_store(config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
         self.counters.watch(store)
-        # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
-        room = min(config.save_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room, clock=self._clock)
         return StagedTransfer(memory, store, self._slab, save_queue_bytes=room, clock=self._clock)

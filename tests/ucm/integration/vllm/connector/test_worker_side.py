@@ -303,6 +303,35 @@ def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     assert stored == {block.to_bytes(16, "big").hex()[2:] for block in (2, 3)}
 
 
+@pytest.mark.parametrize(
+    ("store", "waiting"),
+    [({}, 4), ({"posix_capacity": "256B"}, 2), ({"posix_capacity": "256B", "save_queue": "128B"}, 1)],
+)
+def test_no_more_blocks_wait_than_the_store_can_hold(
+    clock: SimulatedClock, tmp_path: Path, store: dict[str, Any], waiting: int
+) -> None:
+    """Further ones would only evict them."""
+    worker = Begun(clock, tmp_path / "store", **store)
+    worker.step(0, 1, 2, 3)
+    [transfer] = worker.side.worker.groups.values()
+    assert transfer.waiting_bytes == waiting * transfer.chunk_bytes == waiting * 128
+    worker.side.close()
+
+
+def test_the_store_hurries_when_half_of_the_room_is_in_use(
+    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the room's, which may be much smaller than `save_queue`: else most of what an engine computes has none."""
+    monkeypatch.setattr(sides, "default_bytes", lambda: 4 * 128)
+    worker = Begun(clock, tmp_path)
+    worker.step()
+    clock.run_until_idle()
+    worker.step(0, 1, 2, 3)
+    clock.advance(0.01)
+    assert len(list(tmp_path.glob("*/00/*"))) == 3
+    worker.side.close()
+
+
 class Recomputes:
     """vLLM's connector class of a release that recomputes blocks that could not be loaded."""
 
