@@ -78,6 +78,7 @@ STATE_BLOCK = 160
 #: Mamba 2 in every second layer: a state instead of KV.
 RECURRENT: dict[str, Any] = {
     **_COMMON,
+    "max_position_embeddings": 4096,
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
     "shared_intermediate_size": 256,

@@ -183,6 +183,44 @@ def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
     assert run("lookup", of_one, 1)["found_tokens"] > 0, "of the engine of one worker"
 
 
+def test_a_state_is_found_if_both_workers_have_their_part_of_it(two: TwoWorkers) -> None:
+    """A model with recurrent layers; what a prefix needs is deleted for one worker, and saved again."""
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, STATE_BLOCK, write_tiny_model  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
+
+    alone = [request(prompt(count, "states of ranks"), 16) for count in (STATE_BLOCK + 1, 3 * STATE_BLOCK - 7)]
+    crowd = [request(prompt(2 * STATE_BLOCK + 30 * n, "crowd of states"), 24) for n in range(1, 5)]
+    requests = [*alone, *crowd]
+
+    def play(engine: PrefixEngine) -> tuple[list[list[int]], list[int | None]]:
+        answers = [answer for batch in ([alone[0]], [alone[1]], crowd) for answer in engine.generate(batch)]
+        return [answer.tokens for answer in answers], [answer.cached for answer in answers]
+
+    model = write_tiny_model(two.environment, "recurrent", RECURRENT)
+    settings = {**two.engine, **RECURRENT_ENGINE, "model": str(model)}
+    with PrefixEngine(two.environment, two.directory / "states-reference", settings) as engine:
+        tokens, nothing = play(engine)
+        again, kept = play(engine)
+    assert again == tokens
+    assert nothing == [0] * len(requests)
+    assert kept == [(len(one["prompt"]) - 1) // STATE_BLOCK * STATE_BLOCK for one in requests]
+    store = two.directory / "states-store"
+    with PrefixEngine(two.environment, two.directory / "states", {**settings, **connector(posix(store))}) as engine:
+        assert play(engine) == (tokens, nothing)
+        found = []
+        for lost in (None, *((rank, group) for rank in range(RANKS) for group in range(2))):
+            engine.settle()
+            of_rank = [] if lost is None else list(store.glob("*tp{}of2-pp0of1-g{}-*".format(*lost)))
+            files = [path for directory in of_rank for path in block_files(directory).values()]
+            assert bool(files) == (lost is not None)
+            for path in files:
+                path.unlink()
+            assert engine.reset()
+            found.append(play(engine))
+    assert found == [(tokens, kept), *[(tokens, nothing)] * (RANKS * 2)]
+
+
 def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(two: TwoWorkers) -> None:
     changed_in_one_worker(two)
 

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.compat import (
+    DRAFTS,
     divided_context,
     graph_mode,
     has_whole_graphs,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 #: Settings of vLLM Ascend that run a whole step as a graph of a different kind than vLLM's.
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
-#: The methods of speculative decoding whose drafts need no KV cache.
-DRAFTS = frozenset({"ngram", "suffix", "custom_class"})
 WITHOUT_DRAFTS = "start vLLM without --speculative-config, or without ucm_sparse_config"
 #: The maximum number of layers that a message names.
 SHOWN = 3
@@ -103,7 +102,7 @@ def limit_of_drafts(*, served: bool) -> str:
     """
     if not served:
         return "this sparse method does not serve speculative decoding"
-    return f"sparse methods serve only drafts by {', '.join(sorted(DRAFTS))}"
+    return f"sparse methods serve only drafts by {', '.join(DRAFTS)}"
 
 
 def is_latent(layer: Any) -> bool:
