@@ -230,8 +230,9 @@ class Drafted:
             first = ask(started, prompts)
             whole = [[*tokens, *answer.tokens] for tokens, answer in zip(prompts, first, strict=True)]
             turns = [[*text, *prompt(9, "next turn")] for text in whole]
-            self.reference = [*first, *ask(started, turns)]
-        texts.write_text(json.dumps(whole), encoding="utf-8")
+            texts.write_text(json.dumps(whole), encoding="utf-8")
+            assert started.reset()
+            self.reference = ask(started, [*prompts, *turns])
         stored = {**engine, **connector(posix(store))}
         with PrefixEngine(environment, directory / "cold", stored, switches) as started:
             self.cold = ask(started, [*prompts, *turns])
@@ -251,21 +252,25 @@ def drafted(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.Temp
 
 
 def test_tokens_with_states_that_move_under_drafts(drafted: Drafted) -> None:
-    tokens, turned = ([answer.tokens for answer in of] for of in (drafted.reference, drafted.restarted))
-    half = len(drafted.short)
+    half, tokens = len(drafted.short), [answer.tokens for answer in drafted.reference]
     assert [answer.tokens for answer in drafted.cold] == tokens
-    assert [answer.tokens for answer in drafted.reset] == turned == [*tokens[half:], *tokens[:half]]
+    for answers in (drafted.reset, drafted.restarted):
+        assert [answer.tokens for answer in answers] == [*tokens[half:], *tokens[:half]]
     assert drafted.accepted > 2 * half
 
 
 def test_states_that_drafts_have_moved_are_found(drafted: Drafted) -> None:
-    """With a prompt that of its first block, with the next turn that of the block that the answer filled."""
+    """With a prompt that of its first block, with the next turn that of the block that the answer filled.
+
+    If several drafts are accepted at once, across the block's end, vLLM itself keeps no state there.
+    """
     half = len(drafted.short)
-    of_prompts, of_turns = [GATED_BLOCK] * half, [2 * GATED_BLOCK] * half
+    kept = [answer.cached for answer in drafted.reference[half:]]
+    assert set(kept) == {GATED_BLOCK, 2 * GATED_BLOCK}
     for answers in (drafted.reference, drafted.cold):
-        assert [answer.cached for answer in answers] == [*[0] * half, *of_turns]
+        assert [answer.cached for answer in answers] == [*[0] * half, *kept]
     for answers in (drafted.reset, drafted.restarted):
-        assert [answer.cached for answer in answers] == [*of_turns, *of_prompts]
+        assert [answer.cached for answer in answers] == [*kept, *[GATED_BLOCK] * half]
 
 
 @dataclass
