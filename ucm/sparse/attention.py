@@ -297,10 +297,9 @@ class AttentionView(AttentionOf[str], Protocol):
 
         Raises:
             SparseMethodError: With latent attention, speculative decoding or recurrent layers that the method does not
-                serve, with
-                drafts that need a KV cache or are verified asynchronously, an encoder, full CUDA graphs that cannot
-                be lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The message
-                says what to do.
+                serve, with drafts that need a KV cache or are verified asynchronously, an encoder, full CUDA graphs
+                that cannot be lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The
+                message says what to do.
         """
         ...
 

@@ -84,7 +84,6 @@ class Workload:
         prompt: Returns a prompt of so many tokens that can be loaded and a few more, another one for each name.
         answer: Tokens of each answer.
         block: Tokens of a block.
-        state_bytes: States at a prompt's end, beside its blocks.
     """
 
     name: str
@@ -93,11 +92,10 @@ class Workload:
     prompt: Callable[[int, str], list[int]]
     answer: int = 1
     block: int = BLOCK
-    state_bytes: int = 0
 
     def kv_bytes(self, length: int) -> int:
-        """The keys and values of so many tokens, and their states."""
-        return length // self.block * self.block_bytes + self.state_bytes
+        """The keys and values of so many tokens."""
+        return length // self.block * self.block_bytes
 
 
 RANDOM = Workload("ttft", {}, BLOCK_BYTES, prompt)

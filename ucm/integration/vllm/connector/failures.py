@@ -156,10 +156,10 @@ def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def refuse_drafts_beside_states(vllm_config: VllmConfig) -> None:
-    """Refuse speculative decoding under which the states of recurrent layers are saved too early, or were never found.
+    """Refuse speculative decoding under which states of recurrent layers may be saved too early, or that was never run.
 
-    vLLM moves a state to the end of its block when it knows which drafted tokens were accepted. The last stage of a
-    pipeline knows that before connectors save, the others after it.
+    vLLM moves a state to the end of its block when it knows which drafted tokens were accepted. In a pipeline, only the
+    last stage learns that before connectors save.
 
     Raises:
         UnsupportedModelError: Names the setting.
@@ -167,8 +167,8 @@ def refuse_drafts_beside_states(vllm_config: VllmConfig) -> None:
     fix = "run this model without speculative decoding, or without a UCM connector"
     if int(vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise UnsupportedModelError(
-            "a stage of a pipeline learns which drafted tokens were accepted, and so which state to keep, after "
-            "connectors have saved",
+            "stages of a pipeline but the last learn which drafted tokens were accepted, and so which state to keep, "
+            "after connectors have saved",
             where="speculative_config",
             fix=fix,
         )
