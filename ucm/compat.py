@@ -38,6 +38,8 @@ ADMISSION_CAPS = ("_max_admission_blocks_per_request", "max_admission_blocks_per
 REQUESTS = "vllm.v1.request"
 #: The value of ``CompilationConfig.mode``, up to 0.11.0 ``level``, with which vLLM splits a model at its attention.
 SPLITS = 3
+#: The methods of speculative decoding whose drafts need no KV cache.
+DRAFTS = ("custom_class", "ngram", "suffix")
 
 _MISSING = object()
 

@@ -109,14 +109,15 @@ def with_triton(release: str) -> Environment:
     directory = ENVIRONMENTS / f"vllm-{release}-triton"
     python = directory / "bin" / "python"
     complete = directory / "complete"
-    if not complete.exists():
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(BACK_END.glob("*.py")))).hexdigest()
+    if not complete.exists() or complete.read_text(encoding="utf-8") != state:
         below = plain(release)
         make_venv(below.python, directory, [])
         site = _site(python)
         _read_from(site, below)
         subprocess.run([*_pip(python), "install", "--quiet", "--no-compile", "--no-deps", TRITON], check=True)
         _install_back_end(site)
-        complete.touch()
+        complete.write_text(state, encoding="utf-8")
     return Environment(release, directory, _site(python))
 
 

@@ -78,6 +78,7 @@ STATE_BLOCK = 160
 #: Mamba 2 in every second layer: a state instead of KV.
 RECURRENT: dict[str, Any] = {
     **_COMMON,
+    "max_position_embeddings": 4096,
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
     "shared_intermediate_size": 256,
@@ -104,6 +105,41 @@ RECURRENT: dict[str, Any] = {
 }
 #: How an engine of such a model is started: vLLM's kernel for the CPU fails on steps longer than a block.
 RECURRENT_ENGINE: dict[str, Any] = {"max_num_batched_tokens": STATE_BLOCK, "num_gpu_blocks_override": 40}
+#: The block size that vLLM chooses for `GATED`.
+GATED_BLOCK = 544
+#: Gated delta nets, and full attention in the last layer. vLLM's kernels for the CPU want heads of 128 and bfloat16.
+GATED: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+}
+#: How an engine of such a model is started.
+GATED_ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 2560,
+    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": 60,
+}
 #: As many KV heads as two ranks can share.
 SHARED: dict[str, Any] = {
     **_COMMON,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.prefix_models import LATENT_BLOCK, STATE_BLOCK
+from tests.e2e.prefix_models import GATED_BLOCK, LATENT_BLOCK, STATE_BLOCK
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK
 
@@ -192,6 +193,85 @@ class Recurrent:
         layer_wise = connector(posix(store), "UCMLayerWiseConnector")
         self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **layer_wise}, None, batches)
         self.rounds = campaign(environment, directory / "campaign", engine)
+
+
+class Drafted:
+    """The engines of a model with gated delta nets, which verify drafts of which a known number is right.
+
+    Prompts end a few tokens before a block does, so each answer fills one, and vLLM moves the state after it to where
+    it is found. The kernels that move it are Triton's, which is interpreted here.
+    """
+
+    #: How many tokens before a block's end the prompts end.
+    short = (1, 2, 3, 6, 9)
+
+    def __init__(self, release: str, directory: Path) -> None:
+        from tests.e2e.environment import with_triton_and_overlay  # noqa: PLC0415 - needs the build's packages
+        from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
+        from tests.e2e.prefix_models import GATED, GATED_ENGINE, write_tiny_model  # noqa: PLC0415
+        from tests.e2e.processes import IN_PROCESS, INSIDE  # noqa: PLC0415
+
+        environment = with_triton_and_overlay(release)
+        texts, store = directory / "texts.json", directory / "store"
+        engine = {
+            "model": str(write_tiny_model(environment, "gated", GATED)),
+            **GATED_ENGINE,
+            "prefix_cache_retention_interval": GATED_BLOCK,  # vLLM keeps states at the ends of all blocks
+            "speculative_config": {"method": "custom_class", "model": "drafts.Known", "num_speculative_tokens": 3},
+        }
+        switches = {**IN_PROCESS, "TRITON_INTERPRET": "1", "PYTHONPATH": str(INSIDE), "UCM_TEST_DRAFTS": str(texts)}
+        prompts = [prompt(2 * GATED_BLOCK - count, "drafted") for count in self.short]
+
+        def ask(started: PrefixEngine, prompts: Sequence[list[int]]) -> list[Answer]:
+            return [answer for tokens in prompts for answer in started.generate([request(tokens, 16)])]
+
+        texts.write_text("[]", encoding="utf-8")  # no draft is right
+        with PrefixEngine(environment, directory / "reference", engine, switches) as started:
+            first = ask(started, prompts)
+            whole = [[*tokens, *answer.tokens] for tokens, answer in zip(prompts, first, strict=True)]
+            turns = [[*text, *prompt(9, "next turn")] for text in whole]
+            texts.write_text(json.dumps(whole), encoding="utf-8")
+            assert started.reset()
+            self.reference = ask(started, [*prompts, *turns])
+        stored = {**engine, **connector(posix(store))}
+        with PrefixEngine(environment, directory / "cold", stored, switches) as started:
+            self.cold = ask(started, [*prompts, *turns])
+            self.accepted = started.counters()["vllm:spec_decode_num_accepted_tokens_total"]
+            started.settle()
+            assert started.reset()
+            self.reset = ask(started, [*turns, *prompts])
+        with PrefixEngine(environment, directory / "restarted", stored, switches) as started:
+            self.restarted = ask(started, [*turns, *prompts])
+
+
+@pytest.fixture(scope="module")
+def drafted(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    if not (prefix_runs.environments[None].site / "vllm" / "v1" / "worker" / "cpu" / "model_runner.py").exists():
+        pytest.skip(f"vLLM {release} has no interpreted kernels for the CPU")
+    return Drafted(release, tmp_path_factory.mktemp("drafted"))
+
+
+def test_tokens_with_states_that_move_under_drafts(drafted: Drafted) -> None:
+    half, tokens = len(drafted.short), [answer.tokens for answer in drafted.reference]
+    assert [answer.tokens for answer in drafted.cold] == tokens
+    for answers in (drafted.reset, drafted.restarted):
+        assert [answer.tokens for answer in answers] == [*tokens[half:], *tokens[:half]]
+    assert drafted.accepted > 2 * half
+
+
+def test_states_that_drafts_have_moved_are_found(drafted: Drafted) -> None:
+    """With a prompt that of its first block, with the next turn that of the block that the answer filled.
+
+    If several drafts are accepted at once, across the block's end, vLLM itself keeps no state there until the next turn
+    is computed.
+    """
+    half = len(drafted.short)
+    kept = [answer.cached for answer in drafted.reference[half:]]
+    assert set(kept) == {GATED_BLOCK, 2 * GATED_BLOCK}
+    for answers in (drafted.reference, drafted.cold):
+        assert [answer.cached for answer in answers] == [*[0] * half, *kept]
+    for answers in (drafted.reset, drafted.restarted):
+        assert [answer.cached for answer in answers] == [*[2 * GATED_BLOCK] * half, *[GATED_BLOCK] * half]
 
 
 @dataclass

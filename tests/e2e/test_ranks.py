@@ -183,6 +183,50 @@ def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
     assert run("lookup", of_one, 1)["found_tokens"] > 0, "of the engine of one worker"
 
 
+def test_a_state_is_found_if_both_workers_have_their_part_of_it(two: TwoWorkers) -> None:
+    """A model with recurrent layers; then what prefixes need is deleted for one worker, of one group at a time."""
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, STATE_BLOCK, write_tiny_model  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
+
+    def prompts(name: str) -> list[list[Request]]:
+        alone = [[request(prompt(count, name), 16)] for count in (STATE_BLOCK + 1, 3 * STATE_BLOCK - 7)]
+        return [*alone, [request(prompt(2 * STATE_BLOCK + 30 * n, name), 24) for n in range(1, 5)]]
+
+    def play(engine: PrefixEngine, name: str) -> tuple[list[list[int]], list[int | None]]:
+        answers = [answer for batch in prompts(name) for answer in engine.generate(batch)]
+        return [answer.tokens for answer in answers], [answer.cached for answer in answers]
+
+    whole = [(len(one["prompt"]) - 1) // STATE_BLOCK * STATE_BLOCK for batch in prompts("") for one in batch]
+    model = write_tiny_model(two.environment, "recurrent", RECURRENT)
+    settings = {**two.engine, **RECURRENT_ENGINE, "model": str(model)}
+    with PrefixEngine(two.environment, two.directory / "states-reference", settings) as engine:
+        reference = [play(engine, "whole") for _ in range(2)]
+    assert [cached for _, cached in reference] == [[0] * len(whole), whole]
+    store = two.directory / "states-store"
+    with PrefixEngine(two.environment, two.directory / "states", {**settings, **connector(posix(store))}) as engine:
+
+        def stored(name: str, lost: str = "") -> list[tuple[list[list[int]], list[int | None]]]:
+            """Return what is answered when nothing is stored, and when all is but the blocks of some namespaces."""
+            before, first = set(block_files(store).values()), play(engine, name)
+            engine.settle()
+            assert engine.reset()
+            of = [path for namespace in store.glob(lost or "no") for path in block_files(namespace).values()]
+            gone = [path for path in of if path not in before]
+            assert bool(gone) == bool(lost)
+            for path in gone:
+                path.unlink()
+            return [first, play(engine, name)]
+
+        assert stored("whole") == reference
+        for rank in range(RANKS):
+            for group in range(2):
+                lost = f"*tp{rank}of2-pp0of1-g{group}-*"
+                computed, again = stored(lost, lost)
+                assert again == computed
+                assert not any(again[1])
+
+
 def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(two: TwoWorkers) -> None:
     changed_in_one_worker(two)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.engine import Run
+    from tests.e2e.prefix_engine import Answer
     from tests.e2e.scenarios import Environments, Runs
 
 pytestmark = pytest.mark.e2e
@@ -140,6 +141,54 @@ def test_only_layers_without_a_window_are_restricted(environments: Environments,
     assert found["small"].tokens != found["dense"].tokens
     _, _, read, held, *_, failures = last_summary(found["small"])
     assert (read < held, failures) == (True, 0)
+
+
+def test_only_the_attention_of_a_model_with_recurrent_layers_is_restricted(
+    environments: Environments, tmp_path: Path
+) -> None:
+    """Beside the connector, which stores attention and states: answers from memory, and from the store after a reset.
+
+    Blocks are of 160 tokens: one of sinks, two recent ones, one to choose.
+    """
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - only this test needs these
+    from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, STATE_BLOCK, write_tiny_model  # noqa: PLC0415
+    from tests.e2e.prefix_workload import prompt, request  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS, INSIDE  # noqa: PLC0415
+
+    model = write_tiny_model(environments.overlay, "recurrent", RECURRENT)
+    engine = {"model": str(model), **RECURRENT_ENGINE, "max_model_len": 2048}
+    lengths = (50, 3 * STATE_BLOCK, 9 * STATE_BLOCK + 30, 11 * STATE_BLOCK - 7)
+    batch = [request(prompt(length, "beside states"), 40) for length in lengths]
+    switches = {**IN_PROCESS, "PYTHONPATH": str(INSIDE)}
+
+    def answer(name: str, **arguments: Any) -> tuple[list[list[Answer]], str]:
+        with PrefixEngine(environments.overlay, tmp_path / name, {**engine, **arguments}, switches) as started:
+            answers = [started.generate(batch)]
+            if "kv_transfer_config" in arguments:
+                started.settle()
+            assert started.reset()
+            answers.append(started.generate(batch))
+        return answers, started.log
+
+    def sparse(method: str) -> dict[str, Any]:
+        return {"additional_config": {"ucm_sparse_config": {method: {**SMALL, "token_budget": 4 * STATE_BLOCK}}}}
+
+    dense, _ = answer("dense")
+    store = connector(posix(tmp_path / "store"))
+    checked, checked_log = answer("checked", **sparse("checked_topk:CheckedTopK"), **store)
+    small, small_log = answer("small", **sparse("BlockTopK"), **store)
+    tokens = [one.tokens for one in dense[0]]
+    assert [[one.tokens for one in answers] for answers in (*dense, *checked)] == [tokens] * 4
+    assert "AssertionError" not in checked_log
+    stored = [(length - 1) // STATE_BLOCK * STATE_BLOCK for length in lengths]
+    assert [[one.cached for one in answers] for answers in (*checked, *small)] == [[0] * len(batch), *[stored] * 3]
+    assert [one.tokens for one in small[0]] == [one.tokens for one in small[1]] != tokens
+    assert [one.tokens for one in small[0][:2]] == tokens[:2], "within the budget"
+    decodes, _, read, held, made, _, failures = (int(number) for number in SUMMARY.findall(small_log)[-1])
+    assert (read, failures) == (2 * 4 * decodes, 0), "two layers, four blocks each"
+    assert decodes > 0 < made
+    assert read < held / 2
+    assert "[UCM.Sparse] BlockTopK is active on the worker side" in small_log
 
 
 def test_summaries_are_allocated_at_the_start_from_the_kv_caches_memory(engines: dict[str, Run]) -> None:

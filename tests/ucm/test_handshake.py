@@ -111,7 +111,7 @@ def test_a_layer_that_is_refused_is_named_before_the_first_request() -> None:
     """Only layers with a KV cache in this worker count: on a CPU, vLLM may measure nothing."""
     config = settings(Choosy)
     wrapper = worker(config)
-    groups = [SimpleNamespace(layer_names=["first", "of another stage", "second"])]
+    groups = [SimpleNamespace(kv_cache_spec=None, layer_names=["first", "of another stage", "second"])]
     wrapper.worker.model_runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     layers = config.compilation_config.static_forward_context
     layers |= {"first": object(), "without a cache": object()}

@@ -448,7 +448,7 @@ def _engine_of(*layers: str) -> tuple[VllmConfig, Any]:
     runner = started(config)
     running.layers = config.compilation_config.static_forward_context
     running.layers |= {layer: SimpleNamespace() for layer in layers}
-    groups = [SimpleNamespace(layer_names=[layer]) for layer in (*layers, "another.stage")]
+    groups = [SimpleNamespace(kv_cache_spec=None, layer_names=[layer]) for layer in (*layers, "another.stage")]
     runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     return config, runner
 

@@ -119,6 +119,7 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
             "needed_hooks",
             "serves_latent",
             "serves_drafts",
+            "serves_hybrids",
             "optional_hooks",
         ),
         *(

@@ -281,7 +281,7 @@ class AttentionView(AttentionOf[str], Protocol):
         """
         ...
 
-    def require_engine(self, *, latent: bool = False, drafts: bool = False) -> None:
+    def require_engine(self, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
         """Check that a sparse method can serve this engine, and lower its full CUDA graphs to piecewise ones.
 
         Call it in `SparseMethod.worker_started`: later, vLLM has decided how it captures graphs. Lowering is logged as
@@ -292,12 +292,14 @@ class AttentionView(AttentionOf[str], Protocol):
                 never splits a request's queries.
             drafts: Whether the method serves speculative decoding: it takes each token of a step for itself, and
                 keeps nothing that a rejected draft has left; see `StepBatch`.
+            hybrid: Whether the method serves the attention of models with recurrent layers beside it. These keep a
+                state instead of KV and call no method.
 
         Raises:
-            SparseMethodError: With latent attention or speculative decoding that the method does not serve, with
-                drafts that need a KV cache or are verified asynchronously, an encoder, full CUDA graphs that cannot
-                be lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The message
-                says what to do.
+            SparseMethodError: With latent attention, speculative decoding or recurrent layers that the method does not
+                serve, with drafts that need a KV cache or are verified asynchronously, an encoder, full CUDA graphs
+                that cannot be lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The
+                message says what to do.
         """
         ...
 

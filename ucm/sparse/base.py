@@ -52,7 +52,7 @@ class SparseMethod:
     Attributes:
         attention: The worker's attention layers; set before any other call on the worker side.
         asked: Maintained by the hooks: the layers of this worker whose attention has called the method, until all
-            layers with a KV cache have; None from then on, and for a method that needs no attention hooks.
+            layers with keys in a cache have; None from then on, and for a method that needs no attention hooks.
         allocating: Maintained by the hooks: the first request that asked for blocks since a step was decided, and how
             many of its tokens were computed then; None if none has, without a name if it has ended.
         awaits_begin: Maintained by the hooks: whether a step has arrived in this worker and its `execute_begin` has not
@@ -64,6 +64,7 @@ class SparseMethod:
         needed_hooks: The groups of rewritten modules that the method requires, as their switches name them.
         serves_latent: Whether the method serves latent attention (MLA); see `AttentionView.require_engine`.
         serves_drafts: Whether the method serves speculative decoding; see the same.
+        serves_hybrids: Whether the method serves the attention of models with recurrent layers; see the same.
         frees_blocks: Whether the method frees blocks of running requests. Then it runs with UCM's connectors alone,
             because another one may still need them.
         revision: Raise it when the same options produce different KV than before.
@@ -80,6 +81,7 @@ class SparseMethod:
     needed_hooks: ClassVar[tuple[str, ...]] = ()
     serves_latent: ClassVar[bool] = False
     serves_drafts: ClassVar[bool] = False
+    serves_hybrids: ClassVar[bool] = False
     frees_blocks: ClassVar[bool] = False
     revision: ClassVar[int] = 1
     optional_hooks: ClassVar[bool] = False

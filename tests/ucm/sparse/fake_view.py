@@ -62,7 +62,7 @@ class FakeView:
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return counts
 
-    def require_engine(self, *, latent: bool = False, drafts: bool = False) -> None:
+    def require_engine(self, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
         del latent
         self.engine_required = True
 

@@ -20,6 +20,7 @@ from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.hooks import method_of
 from ucm.integration.vllm.sparse.config import sparse_method_config
+from ucm.integration.vllm.sparse.requirements import attention_layers
 from ucm.integration.vllm.sparse.sharing import block_hash_seed, needed_groups, shares_kv
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_feature
@@ -130,7 +131,7 @@ def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | 
     layers = method.vllm_config.compilation_config.static_forward_context
     groups = optional(runner, "kv_cache_config.kv_cache_groups", ())
     try:
-        for name in (name for group in groups for name in group.layer_names if name in layers):
+        for name in attention_layers(groups, layers):
             method.layer_seen(name)
         method.layers_seen()
     except SparseMethodError as error:

@@ -113,6 +113,7 @@ class BlockTopK(SparseMethod):
     needed_hooks = NEEDED
     serves_latent = True
     serves_drafts = True
+    serves_hybrids = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -178,7 +179,7 @@ class BlockTopK(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine(latent=self.serves_latent, drafts=self.serves_drafts)
+        self.attention.require_engine(latent=self.serves_latent, drafts=self.serves_drafts, hybrid=self.serves_hybrids)
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
@@ -240,9 +241,10 @@ class BlockTopK(SparseMethod):
     def layers_seen(self) -> None:
         """Allocate the representatives; refuse a model without restricted layers, which a pipeline's stage may be."""
         stages = optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
-        if self._windowed and not self._restricted and stages == 1:
+        if not self._restricted and stages == 1:
             raise SparseMethodError(
-                "all layers that the options do not leave dense have a sliding window, so nothing would be restricted",
+                "all layers that the options do not leave dense have a sliding window or a state, so nothing would be "
+                "restricted",
                 where=f"ucm_sparse_config.{self._name}.dense_layers and dense_last_layers",
                 fix="set them to smaller numbers, or run this model without a sparse method",
             )
@@ -255,7 +257,8 @@ class BlockTopK(SparseMethod):
         self._require_restricted_layers()
         found = 0
         for name, spec in layers.items():
-            if optional(spec, "sliding_window") is None and not self._is_dense(name):
+            has_keys = optional(spec, "num_kv_heads") is not None  # recurrent layers have states
+            if has_keys and optional(spec, "sliding_window") is None and not self._is_dense(name):
                 shape = 1, spec.block_size, spec.num_kv_heads, spec.head_size
                 keys = torch.empty(shape, dtype=spec.dtype, device="meta")
                 found += KeyCodes(1, keys).nbytes

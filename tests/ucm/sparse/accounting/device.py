@@ -78,7 +78,7 @@ class Device:
     def sum_over_ranks(self, counts: Any) -> Any:
         raise NotImplementedError
 
-    def require_engine(self, *, latent: bool = False, drafts: bool = False) -> None:
+    def require_engine(self, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
         raise NotImplementedError
 
     def has_window(self, layer_name: str) -> bool:

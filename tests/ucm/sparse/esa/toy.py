@@ -136,7 +136,7 @@ class Device:
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return counts
 
-    def require_engine(self, *, latent: bool = False, drafts: bool = False) -> None:
+    def require_engine(self, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
         """Accept the engine."""
 
     def block_size(self, layer_name: str, kv_cache: torch.Tensor) -> int:

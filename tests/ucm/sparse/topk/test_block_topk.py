@@ -453,7 +453,9 @@ def test_representatives_are_allocated_before_the_first_step() -> None:
     made.layers_seen()
     spec = SimpleNamespace(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
     windowed = SimpleNamespace(**vars(spec), sliding_window=64)
-    asked = method().bytes_beside_block({**dict.fromkeys(LAYERS, spec), "other": windowed})
+    recurrent = SimpleNamespace(block_size=SIZE, shapes=((3, 4), (5, 6)))
+    others = {"model.layers.7.self_attn.attn": windowed, "model.layers.8.mixer": recurrent}
+    asked = method().bytes_beside_block({**dict.fromkeys(LAYERS, spec), **others})
     held = dict(made._representatives)
     assert list(held) == LAYERS[1:]
     assert sum(of.nbytes for of in held.values()) == asked * BLOCKS > 0
@@ -488,7 +490,9 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
 
 
 def test_a_model_of_which_nothing_would_be_restricted_is_refused() -> None:
-    """Its layers have windows of their own, or are dense by the options."""
+    """Its layers have windows or states of their own, or are dense by the options."""
+    with pytest.raises(SparseMethodError, match="nothing would be restricted"):
+        method(dense_layers=1).layers_seen()
     made = method(dense_layers=1)
     view_of(made).windowed = (LAYERS[1], LAYERS[2])
     for layer in LAYERS:

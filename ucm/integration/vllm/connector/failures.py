@@ -9,6 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.compat import (
+    DRAFTS,
     can_sleep,
     device_type,
     divided_context,
@@ -151,10 +152,33 @@ def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             fix="enable vLLM's prefix caching, and leave mamba_cache_mode as vLLM then chooses it",
         )
     if optional(vllm_config, "speculative_config") is not None:
+        refuse_drafts_beside_states(vllm_config)
+
+
+def refuse_drafts_beside_states(vllm_config: VllmConfig) -> None:
+    """Refuse speculative decoding under which states of recurrent layers may be saved too early, or that was never run.
+
+    vLLM moves a state to the end of its block when it knows which drafted tokens were accepted. In a pipeline, only the
+    last stage learns that before connectors save.
+
+    Raises:
+        UnsupportedModelError: Names the setting.
+    """
+    fix = "run this model without speculative decoding, or without a UCM connector"
+    if int(vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise UnsupportedModelError(
-            "vLLM moves the states of recurrent layers when it rejects drafted tokens, after connectors have saved",
+            "stages of a pipeline but the last learn which drafted tokens were accepted, and so which state to keep, "
+            "after connectors have saved",
             where="speculative_config",
-            fix="run this model without speculative decoding, or without a UCM connector",
+            fix=fix,
+        )
+    method = optional(vllm_config, "speculative_config.method")
+    if method not in DRAFTS:
+        raise UnsupportedModelError(
+            f"beside the states of recurrent layers only drafts without a model ({', '.join(DRAFTS)}) "
+            f"are served, not those of {method!r}",
+            where="speculative_config.method",
+            fix=fix,
         )
 
 

@@ -127,7 +127,9 @@ class CacheGroup:
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return how many blocks a request of so many tokens holds at most, with one for the tokens to come."""
-        return (1 if self.is_recurrent else num_tokens // self.block_size) + 2
+        if self.is_recurrent:  # the state that was found, that of the running step, and those after each drafted token
+            return 3 + int(optional(self.spec, "num_speculative_blocks", 0))
+        return num_tokens // self.block_size + 2
 
     def blocks_of(self, block_ids: Sequence[int], chunk: int) -> Sequence[int]:
         """Return the ids of a chunk's blocks, of those of consecutive chunks."""

@@ -763,6 +763,7 @@ class PrefixCacheScheduler:
         """Tell the stores that a request uses the blocks of its first tokens, so that these stay.
 
         vLLM's own prefix cache serves most of a prompt that many requests share: the stores see nothing of those hits.
+        An engine that saves nothing renews, too: others may save what is lost of a chain again.
 
         Args:
             state: The request.
@@ -780,7 +781,7 @@ class PrefixCacheScheduler:
             keys = self._keys(request, group, 0, chunks)
             last = min(num_computed_tokens, lasting) // group.chunk_tokens
             begin = group.first_needed(num_computed_tokens) // group.chunk_blocks
-            expected = range(min(begin, last), last)
+            expected = range(min(begin, last), last) if self.saves else range(0)
             state.saved[group.index] = max(state.saved[group.index], last)
             self.stager.use(Use(request.request_id, group, keys, expected, self._until(state)))
 

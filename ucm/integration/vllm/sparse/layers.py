@@ -233,11 +233,11 @@ class AttentionLayers:
             torch.distributed.all_reduce(counts, group=get_tp_group().device_group)
         return counts
 
-    def require_engine(self, *, latent: bool = False, drafts: bool = False) -> None:
+    def require_engine(self, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
         """See `AttentionView.require_engine`."""
         self._latent = latent
         lower_graphs(self._config, self._runner())
-        requirements.require_engine(self._config, latent=latent, drafts=drafts)
+        requirements.require_engine(self._config, latent=latent, drafts=drafts, hybrid=hybrid)
         if self._config.model_config.use_mla:
             from ucm.integration.vllm.handshake import require_latent_hooks  # noqa: PLC0415 - it imports this module
 

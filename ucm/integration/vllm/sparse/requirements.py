@@ -9,11 +9,13 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.compat import (
+    DRAFTS,
     divided_context,
     graph_mode,
     has_whole_graphs,
     is_ascend_310p,
     is_split,
+    layer_specs,
     leave_out,
     no_whole_graphs,
     optional,
@@ -21,18 +23,17 @@ from ucm.compat import (
     runs_micro_batches,
 )
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.connector.kv_cache import RECURRENT
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
 #: Values of ``cache_dtype`` with which keys are stored as the model computes them.
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 #: Settings of vLLM Ascend that run a whole step as a graph of a different kind than vLLM's.
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
-#: The methods of speculative decoding whose drafts need no KV cache.
-DRAFTS = frozenset({"ngram", "suffix", "custom_class"})
 WITHOUT_DRAFTS = "start vLLM without --speculative-config, or without ucm_sparse_config"
 #: The maximum number of layers that a message names.
 SHOWN = 3
@@ -61,19 +62,20 @@ class Refusal(NamedTuple):
         return SparseMethodError(self.what, where=self.where, fix=self.fix)
 
 
-def require_engine(vllm_config: Any, *, latent: bool = False, drafts: bool = False) -> None:
+def require_engine(vllm_config: Any, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
     """Refuse an engine that no sparse method supports.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker got it.
         latent: Whether the method serves latent attention.
         drafts: Whether the method serves speculative decoding.
+        hybrid: Whether the method serves attention beside recurrent layers.
 
     Raises:
         SparseMethodError: For the first obstacle.
     """
     for refusal in (
-        _of_model(vllm_config, latent=latent),
+        _of_model(vllm_config, latent=latent, hybrid=hybrid),
         _of_drafts(vllm_config, served=drafts),
         _of_decoding(vllm_config),
         _of_graphs(vllm_config),
@@ -100,7 +102,7 @@ def limit_of_drafts(*, served: bool) -> str:
     """
     if not served:
         return "this sparse method does not serve speculative decoding"
-    return f"sparse methods serve only drafts by {', '.join(sorted(DRAFTS))}"
+    return f"sparse methods serve only drafts by {', '.join(DRAFTS)}"
 
 
 def is_latent(layer: Any) -> bool:
@@ -126,6 +128,21 @@ def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
         raise refusal.error()
 
 
+def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) -> list[str]:
+    """Return a worker's layers with keys in a KV cache; recurrent ones have a state there, which no method reads.
+
+    Args:
+        kv_cache_groups: vLLM's ``KVCacheGroupSpec`` of each group.
+        layers: The worker's layers, by name.
+    """
+    return [
+        name
+        for group in kv_cache_groups
+        for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items()
+        if name in layers and type(spec).__name__ not in RECURRENT
+    ]
+
+
 def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], asked: AbstractSet[str]) -> None:
     """Refuse a model with layers whose attention passes no hook.
 
@@ -136,14 +153,14 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
         asked: The layers that called the method in a step.
 
     Raises:
-        SparseMethodError: Naming the layers that have a KV cache but did not.
+        SparseMethodError: Naming the layers that have keys in a cache but did not.
     """
-    held = [layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names if layer in layers]
+    held = attention_layers(kv_cache_config.kv_cache_groups, layers)
     unasked = [layer for layer in held if layer not in asked]
     if unasked:
         shown = ", ".join(f"{layer} ({type(layers[layer]).__qualname__})" for layer in unasked[:SHOWN])
         raise SparseMethodError(
-            f"{len(unasked)} of the {len(held)} layers with a KV cache did not ask {name} what to read: their "
+            f"{len(unasked)} of the {len(held)} layers with keys in a cache did not ask {name} what to read: their "
             "attention passes no hook",
             where=shown + (", …" if len(unasked) > SHOWN else ""),
             fix="serve this model without ucm_sparse_config; `ucm doctor --run` shows which hooks fire",
@@ -200,8 +217,9 @@ def require_plain_scores(layer_name: str, layer: Any) -> None:
         raise SparseMethodError("the layer has learned sinks among its scores", where=f"layer {layer_name}", fix=other)
 
 
-def _of_model(vllm_config: Any, *, latent: bool) -> Refusal | None:
+def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> Refusal | None:
     model = vllm_config.model_config
+    mixed = optional(model, "is_hybrid", False)
     other = "serve this model without ucm_sparse_config"
     if optional(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
         return Refusal("sparse methods serve text generation only", f"runner_type {model.runner_type!r}", other)
@@ -215,7 +233,10 @@ def _of_model(vllm_config: Any, *, latent: bool) -> Refusal | None:
             model, "is_mm_prefix_lm", False
         ),
         "the model attends in windows that depend on the positions of tokens": optional(model, "rswa_window"),
-        "sparse methods do not serve models that mix attention with other layers": optional(model, "is_hybrid", False),
+        "only BlockTopK (GSAOnDevice) serves models that mix attention with other layers": mixed and not hybrid,
+        "sparse methods do not serve latent attention (MLA) in models that mix it with other layers": (
+            mixed and model.use_mla
+        ),
     }
     for what, there in obstacles.items():
         if there:
@@ -238,6 +259,12 @@ def _of_drafts(vllm_config: Any, *, served: bool) -> Refusal | None:
     if vllm_config.model_config.use_mla:
         return Refusal(
             "latent attention (MLA) is restricted only in steps with one token of each request",
+            "speculative_config",
+            WITHOUT_DRAFTS,
+        )
+    if optional(vllm_config, "model_config.is_hybrid", False):
+        return Refusal(
+            "no sparse method has been run with speculative decoding of a model that mixes attention with other layers",
             "speculative_config",
             WITHOUT_DRAFTS,
         )

@@ -304,6 +304,8 @@ def test_the_length_of_a_prefix_shows_where_all_blocks_are_needed(kinds: str, le
 def test_a_request_holds_few_states() -> None:
     full, states = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, None, {}, (), is_recurrent=True)
     assert (full.most_blocks(1001), states.most_blocks(1001)) == (252, 3)
+    drafting = replace(states, spec=SimpleNamespace(num_speculative_blocks=4))
+    assert drafting.most_blocks(1001) == 7
 
 
 def test_several_groups_have_a_common_alignment() -> None:

@@ -168,8 +168,24 @@ def test_recurrent_layers_are_refused_where_their_states_cannot_be_found(monkeyp
         with pytest.raises(UnsupportedModelError, match="only where vLLM keeps them at the ends of blocks") as refused:
             refuse_what_cannot_work(config(), caches(*modes))
         assert refused.value.where == f"cache_config.mamba_cache_mode = {modes[1]}"
-    with pytest.raises(UnsupportedModelError, match="when it rejects drafted tokens"):
-        refuse_what_cannot_work(config(speculative_config=SimpleNamespace()), caches("align"))
+
+
+def test_drafts_beside_states_are_served_where_the_states_are_in_place_when_they_are_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def drafting(method: str | None, stages: int = 1) -> Any:
+        return config(speculative_config=SimpleNamespace(method=method), pipeline=stages)
+
+    monkeypatch.setattr(failures, "hands_over_states", lambda: True)
+    for method in ("ngram", "suffix", "custom_class"):
+        refuse_what_cannot_work(drafting(method), caches("align"))
+        refuse_what_cannot_work(drafting(method, 2), caches(None))
+        with pytest.raises(UnsupportedModelError, match="stages of a pipeline but the last") as refused:
+            refuse_what_cannot_work(drafting(method, 2), caches("align"))
+        assert refused.value.where == "speculative_config"
+    with pytest.raises(UnsupportedModelError, match=r"only drafts without a model .*, not those of 'mtp'") as refused:
+        refuse_what_cannot_work(drafting("mtp"), caches("align"))
+    assert refused.value.where == "speculative_config.method"
 
 
 @pytest.mark.parametrize("device", [{"device_type": "cuda"}, {"device_type": None, "device": "npu"}, {}])

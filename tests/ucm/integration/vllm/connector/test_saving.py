@@ -166,6 +166,22 @@ def test_what_the_engine_had_and_what_it_loads_is_renewed_as_a_whole(clock: Simu
     assert scene.store.depths == [SIZE * (block + 1) for block in range(len(chain))], "in tokens"
 
 
+def test_an_engine_that_saves_nothing_renews_what_it_uses_and_asks_for_no_block_that_it_had(
+    clock: SimulatedClock,
+) -> None:
+    """A decode engine's own cache may have what a store lost; others may save that again, so the rest stays."""
+    scene = Scene(clock, saves=False)
+    chain = scene.keep(TOKENS)
+    scene.store.keys.discard(chain[1])
+    new = request(TOKENS)
+    scene.admit(new, computed=8, had=[70, 71])
+    asked = scene.store.lookups
+    clock.run_until_idle()
+    assert scene.store.renewed == [chain]
+    assert scene.store.lookups == asked
+    assert moved(scene.run(new, 4, scene.rows).saves) == []
+
+
 def test_a_chain_that_grows_for_long_is_renewed_in_each_span(clock: SimulatedClock) -> None:
     scene = Scene(clock, touch_seconds=60.0)
     begin_span(clock, 60.0)

@@ -11,6 +11,7 @@ import pytest
 
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
+from ucm.integration.vllm.sparse.requirements import attention_layers, require_asked
 
 NAME = "model.layers.0.self_attn.attn"
 
@@ -124,6 +125,33 @@ def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: st
     assert fix in caught.value.fix
 
 
+def test_attention_beside_recurrent_layers_is_served_to_methods_that_declare_it() -> None:
+    AttentionLayers(config(model_config__is_hybrid=True)).require_engine(hybrid=True)
+    both = config(model_config__is_hybrid=True, model_config__use_mla=True)
+    with pytest.raises(SparseMethodError, match="in models that mix it with other layers") as caught:
+        AttentionLayers(both).require_engine(latent=True, hybrid=True)
+    assert "some/model" in caught.value.where
+
+
+class MambaSpec:
+    """By its name alone."""
+
+
+def test_recurrent_layers_are_not_asked_what_to_read() -> None:
+    caches = SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=MambaSpec(), layer_names=["layers.0", "layers.2"]),
+            SimpleNamespace(kv_cache_spec=object(), layer_names=["layers.1", "layers.3", "of another rank"]),
+        ]
+    )
+    layers = {f"layers.{number}": object() for number in range(4)}
+    assert attention_layers(caches.kv_cache_groups, layers) == ["layers.1", "layers.3"]
+    require_asked("Method", caches, layers, {"layers.1", "layers.3"})
+    with pytest.raises(SparseMethodError, match="1 of the 2 layers with keys in a cache") as caught:
+        require_asked("Method", caches, layers, {"layers.1"})
+    assert "layers.3" in caught.value.where
+
+
 def drafting(method: str | None = "ngram", **changes: Any) -> Any:
     return config(speculative_config=SimpleNamespace(method=method), **changes)
 
@@ -138,6 +166,7 @@ def test_drafts_are_served_to_methods_that_declare_it() -> None:
         (drafting("eagle"), "only drafts by custom_class, ngram, suffix, not by 'eagle'", "method", "without"),
         (drafting(None), "not by None", "speculative_config.method", "without"),
         (drafting(model_config__use_mla=True), "one token of each request", "speculative_config", "without"),
+        (drafting(model_config__is_hybrid=True), "mixes attention with other layers", "speculative_config", "without"),
         (
             drafting(scheduler_config=SimpleNamespace(async_scheduling=True)),
             "before it knows which drafts",
@@ -148,7 +177,7 @@ def test_drafts_are_served_to_methods_that_declare_it() -> None:
 )
 def test_drafts_that_are_refused_to_every_method(settings: Any, what: str, where: str, fix: str) -> None:
     with pytest.raises(SparseMethodError, match=what) as caught:
-        AttentionLayers(settings).require_engine(latent=True, drafts=True)
+        AttentionLayers(settings).require_engine(latent=True, drafts=True, hybrid=True)
     assert where in caught.value.where
     assert fix in caught.value.fix
 
