@@ -480,7 +480,7 @@ class _Root:
 
     def _read(self) -> State | None:
         state = self._usage.read()
-        self._directory.tallied_bytes = None if state is None else state.nbytes
+        self._directory.used_bytes = None if state is None else state.nbytes
         return state
 
     def _limit(self, state: State) -> float | None:
