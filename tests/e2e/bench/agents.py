@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -217,7 +217,9 @@ def figures(release: str, orders: Sequence[str] = ORDERS) -> Iterator[Figure]:
     environment = with_runtime(release, BUILD / "bench" / f"vllm-{release}-agents")
     found: dict[str, Served] = {}
     for order in orders:
-        found[order] = replay(environment, real_model(), order, turns, BUILD / "bench" / "agents" / order)
+        found[order] = replay(environment, real_model(), order, turns, BUILD / "bench" / "agents" / "running")
+        kept = BUILD / "bench" / f"agents-{order.replace(' ', '-')}.json"
+        kept.write_text(json.dumps(asdict(found[order]), indent=1), encoding="utf-8")
         print(f"{order}: {found[order].seconds:.0f} s, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
     show(turns, found)
     without = found.get(ORDERS[0])

@@ -12,8 +12,8 @@ the limit themselves: they wait briefly for room and then drop blocks.
 
 The process that holds a lock on the file (``flock``) is the root's evictor, for all tiers of all engines and ranks that
 use it. It scans the root from time to time, deletes files of dead processes and the least recently used blocks,
-subtracts the deleted bytes, and empties the tally when it has grown long. The kernel releases the lock when the process
-ends.
+subtracts the deleted bytes, and empties the tally when it has grown long; what is appended within the microseconds of
+that, once in 4 GiB, counts from the next scan on. The kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations

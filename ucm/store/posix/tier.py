@@ -502,9 +502,12 @@ class PosixTier(Tier):
             rules = directory.leases
             for key, depth in depths.items():
                 stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
+                change = partial(rules.joined, new=stamp, now=now)
+                if not until:
+                    change = partial(min, used_until(self.clock.time(), self._touch_seconds, depth))
                 path = directory.layout.block(key)
                 try:
-                    kept = self._touch_when_free(path, partial(rules.joined, new=stamp, now=now))
+                    kept = self._touch_when_free(path, change)
                     leased += rules.is_pinned(kept, now) or not pinned
                 except FileNotFoundError:
                     continue
