@@ -15,6 +15,7 @@ from tests.campaign.processes import Child
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, reopen
 from ucm.store.base import TaskResult
 from ucm.store.factory import open_store
+from ucm.store.posix import paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ _MOST_COMMITTED = 30
 _MOMENT, _LONGEST_LIFE = 0.02, 5.0
 _CALLS = [
     *((os, name) for name in ("open", "write", "pwritev", "ftruncate", "fsync", "close", "rename", "mkdir", "unlink")),
-    *((os, "utime"), (fcntl, "flock")),
+    *((os, "utime"), (fcntl, "flock"), (paths, "rename_new")),
 ]
 #: The probability that a process that dawdles waits before a call.
 _SELDOM = 0.1

@@ -21,7 +21,7 @@ from ucm.store.tier import DEEPEST, kept_until, used_until
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter
-    from ucm.store.base import BlockKey, BlockTransfer
+    from ucm.store.base import BlockKey, BlockTransfer, KVStore
     from ucm.store.tier import Tier
 
 #: How many processes use a store at once; each is killed.
@@ -102,26 +102,31 @@ def live_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | N
     if fuse is not None:
         burn(fuse, rng)
     store, tier = open_store(config, NAMESPACE, corpus.geometry), open_tier(config, config.pipeline, NAMESPACE)
+    save_in_calls(store, [_saved(scene, index, rng) for index in range(_KEPT)], rng)  # as all do at once
     while True:
-        some = rng.sample(range(_BLOCKS), rng.randrange(1, 6))
-        others = {corpus.key(index): depth for depth, index in enumerate(some) if index >= _KEPT}
-        soon = time.time() + rng.uniform(1.0, _SOON)
-        action = rng.randrange(8)
-        if action < 3:  # what is evicted is saved again
-            save_in_calls(store, [_saved(scene, index, rng) for index in some], rng)
-        elif action == 3:
-            store.renew({corpus.key(index): depth for depth, index in enumerate(some)})
-        elif action == 4:
-            store.retain(others, soon)
-        elif action == 5:
-            tier.lease(others, soon, pinned=False)
-        elif action == 6:
-            tier.drop(list(others))
-        else:
-            for index in rng.sample(range(_KEPT), 2):
-                if stamp := _lease(tier, corpus.key(index), rng):
-                    reporter.tell("leased", (index, stamp))
-        reporter.tell("acted")
+        for index in rng.sample(range(_KEPT), 2):
+            if stamp := _lease(tier, corpus.key(index), rng):
+                reporter.tell("leased", (index, stamp))
+        for _ in range(rng.randrange(8)):
+            _act(scene, store, tier, rng)
+            reporter.tell("acted")
+
+
+def _act(scene: Scene, store: KVStore, tier: Tier, rng: random.Random) -> None:
+    """Do one thing with random blocks; of those that are kept, nothing that ends a lease."""
+    some = rng.sample(range(_BLOCKS), rng.randrange(1, 6))
+    others = {scene.corpus.key(index): depth for depth, index in enumerate(some) if index >= _KEPT}
+    until, action = time.time() + rng.uniform(1.0, _SOON), rng.randrange(7)
+    if action < 3:  # what is evicted is saved again
+        save_in_calls(store, [_saved(scene, index, rng) for index in some], rng)
+    elif action == 3:
+        store.renew({scene.corpus.key(index): depth for depth, index in enumerate(some)})
+    elif action == 4:
+        store.retain(others, until)
+    elif action == 5:
+        tier.lease(others, until if rng.random() < 0.5 else 0.0, pinned=False)
+    else:
+        tier.drop(list(others))
 
 
 def _saved(scene: Scene, index: int, rng: random.Random) -> BlockTransfer:

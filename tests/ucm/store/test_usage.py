@@ -66,6 +66,28 @@ def test_all_writers_count_together(tmp_path: Path) -> None:
     assert one.add(UNIT, 4 * UNIT) == State(4 * UNIT, 2 * UNIT, 4)
 
 
+def test_of_two_that_find_room_for_one_at_a_time_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, write = Usage(str(tmp_path)), Usage(str(tmp_path)), os.write
+    assert one.add(2 * UNIT, 4 * UNIT)
+    overtaken = list[State | None]()
+
+    def slow(descriptor: int, data: bytes, /) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            overtaken.append(other.add(2 * UNIT, 4 * UNIT))
+        return write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", slow)
+        assert one.add(2 * UNIT, 4 * UNIT) is None
+    assert overtaken == [State(4 * UNIT, None, 4)]
+    state = one.read()
+    assert state is not None
+    assert (state.nbytes, state.limit) == (6 * UNIT, 2 * UNIT)
+
+
 def test_the_evictor_sets_the_figure_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = Usage(str(tmp_path))
     assert not usage.elect()

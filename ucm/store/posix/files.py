@@ -417,7 +417,7 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     try:
         file = _write(directory, pieces, nbytes_of(pieces))
         where = directory.layout.block(key)
-        if not directory.holds(key):
+        with suppress(FileExistsError):
             directory.publish(file, key)
             file = None
     except StoreFullError:  # the evictor is behind, which is no failure of the medium

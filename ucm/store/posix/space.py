@@ -116,7 +116,8 @@ class Usage:
             limit: The most bytes that the root may hold; None: no limit.
 
         Returns:
-            The new content of the file; None if the bytes would exceed the limit and were not added.
+            The new content of the file; None if the bytes would exceed the limit. Then they were not added, or, if others
+            were faster at this moment, count until the next scan.
 
         Raises:
             OSError: The root is missing, or its file cannot be written.
@@ -128,14 +129,18 @@ class Usage:
                 os.write(descriptor, _HEAD.pack(0, 0))
                 state = State(0, None, 0)
             units = -(-nbytes // UNIT)
-            if limit is not None and state.nbytes + units * UNIT > limit:
-                # A root with few large blocks may be far below its limit and still have no room for one more.
-                below = int(limit) - units * UNIT
-                if below > 0 and (state.limit is None or state.limit > below):
-                    self.ask(below)
-                return None
-            os.write(descriptor, bytes(units))
-            return State(state.nbytes + units * UNIT, state.limit, state.tally + units, state.is_scanned)
+            most = float("inf") if limit is None else limit
+            if state.nbytes + units * UNIT <= most:
+                os.write(descriptor, bytes(units))
+                # Others may have appended meanwhile: what counts is where this process's bytes have come to lie.
+                state = _state(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR)) or state
+                if state.nbytes <= most:
+                    return state
+            # A root with few large blocks may be far below its limit and still have no room for one more.
+            below = int(most) - units * UNIT
+            if below > 0 and (state.limit is None or state.limit > below):
+                self.ask(below)
+            return None
         finally:
             os.close(descriptor)
 

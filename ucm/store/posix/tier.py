@@ -185,11 +185,12 @@ class Directory:
         return self._temporary.new_file(name, flags, self.layout.file_mode, self.layout.group)
 
     def publish(self, file: NewFile, key: BlockKey) -> None:
-        """Rename a temporary file to its block's name, replacing an existing file.
+        """Rename a temporary file to its block's name.
 
         If the namespace's directory was renamed meanwhile, the file goes where readers now look for it.
 
         Raises:
+            FileExistsError: The block is there.
             OSError: The file cannot be renamed.
         """
         block = key.hex()
