@@ -116,8 +116,8 @@ class Usage:
             limit: The most bytes that the root may hold; None: no limit.
 
         Returns:
-            The new content of the file; None if the bytes would exceed the limit. Then they were not added, or, if others
-            were faster at this moment, count until the next scan.
+            The new content of the file; None if the bytes would exceed the limit. Then they were not added, or count
+            until the next scan, if others were faster at this moment.
 
         Raises:
             OSError: The root is missing, or its file cannot be written.
