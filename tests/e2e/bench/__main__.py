@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.e2e.bench import (
+    agents,
     blend,
     building,
     caching,
@@ -72,6 +73,7 @@ SECTIONS: dict[str, Callable[[str], Iterator[Figure]]] = {
     "ttft": ttft.figures,
     "real": real.figures,
     "crowd": crowd.figures,
+    "agents": agents.figures,
     "memory": memory.figures,
     "passes": passes.figures,
     "sparse": sparse.figures,
