@@ -162,7 +162,7 @@ def replay(environment: Environment, model: Path, order: str, turns: Sequence[Tu
     """Return what a new engine does with a new store."""
     shutil.rmtree(directory, ignore_errors=True)
     longest = max(len(prompt(turn)) for turn in turns)
-    length = -(-longest // SCALE.block + 1) * SCALE.block
+    length = (-(-longest // SCALE.block) + 1) * SCALE.block
     shape = {"model": str(model), "dtype": "float32", "block_size": SCALE.block, "max_model_len": length}
     blocks = 2 * length // SCALE.block
     rest = {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * SCALE.block * TOKEN_BYTES}
