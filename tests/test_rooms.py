@@ -68,7 +68,7 @@ PROBES = {
     "ucm/logger.py": 2,
     "ucm/sparse": 3,
     "ucm/testing": 2,
-    "ucm/store": 8,
+    "ucm/store": 9,
     "ucm/config": 2,
     # Names that are chosen at run time: fields of metadata, hooks of a method, torch's module of a device.
     "ucm/integration/vllm": 19,

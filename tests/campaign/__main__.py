@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tqdm
 
-from tests.campaign import clocks, damaged, denied, full, kill, refusing, rivals, vanish
+from tests.campaign import clocks, damaged, denied, full, kill, leases, refusing, rivals, vanish
 from tests.campaign.figures import table
 from tests.campaign.scene import Stage, folders
 
@@ -42,6 +42,7 @@ def _of_groups(count: int, stage: Stage) -> Figures:
 
 PARTS = {
     "kill": Part(kill.run, 1.0, "processes killed while they save"),
+    "leases": Part(leases.run, 1.0, "processes killed while they lease, evict and drop in one store"),
     "damage": Part(damaged.run, 1.1, "files flipped, cut, mixed up, deleted"),
     "full": Part(full.run, 0.08, "disks filled, or the size of files limited"),
     "denied": Part(denied.run, 0.2, "permissions withdrawn from a store in use"),

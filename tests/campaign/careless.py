@@ -1,27 +1,30 @@
-"""A broken store that writes blocks in place and checks nothing; the campaign has to notice."""
+"""Broken stores; the campaign has to notice."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucm.store.base import BlockMissingError
+from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import FILE_MODE, make_directory
 from ucm.store.posix.tier import PosixTier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
-    from ucm.store.tier import TierOptions, TierPlace
+    from ucm.store.tier import Leased, TierOptions, TierPlace
 
 CARELESS = f"{__name__}:CarelessTier"
 
 
 class CarelessTier(PosixTier):
+    """A tier that writes blocks in place and checks nothing."""
+
     def __init__(self, config: StoreConfig, namespace: str, codec: HeaderCodec) -> None:
         self._shapes = codec
         super().__init__("posix", config.directories, namespace, codec, config, None)
@@ -50,3 +53,34 @@ class CarelessTier(PosixTier):
         os.preadv(descriptor, block.slices, self._shapes.nbytes)
         os.close(descriptor)
         return False
+
+
+class _LastOneWins(LeaseRules):
+    def joined(self, old: int, new: int, now: int) -> int:
+        del old, now
+        return new
+
+
+class ForgetfulTier(PosixTier):
+    """A tier in which a use ends a lease."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for directory in self._directories:
+            directory.leases = _LastOneWins(directory.leases.longest_ns)
+
+
+class EndlessTier(PosixTier):
+    """A tier that leases for a year."""
+
+    def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
+        return super().lease(depths, until + 365 * 86400.0, pinned=pinned)
+
+
+class RoomyTier(PosixTier):
+    """A tier that holds more than it may."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for directory in self._directories:
+            directory.share = None

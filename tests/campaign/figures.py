@@ -22,10 +22,12 @@ class Figures:
 
     corrupt_hits: int = 0  #: found but incomplete without injected damage, or found again although known as damaged
     wrong_bytes: int = 0  #: loads that reported success with other bytes
-    lost: int = 0  #: committed, not deleted, and gone
+    lost: int = 0  #: committed, not deleted, and gone; or leased, and not for so long
     stuck: int = 0  #: stores that did not work again after the fault was over
     left_over: int = 0  #: temporary files that are still there after reopening
     crashes: int = 0  #: processes or threads that ended unexpectedly
+    immortal: int = 0  #: blocks with a lease that nobody asked for, as its end is too late
+    oversized: int = 0  #: directories that hold more than they may
 
     notes: list[str] = field(default_factory=list)  #: further results, in sentences
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from tests.campaign.processes import Child
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, reopen
 from ucm.store.base import TaskResult
 from ucm.store.factory import open_store
+from ucm.store.posix import paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +28,12 @@ _KILLS, _BLOCKS = 5, 120
 #: A process is killed at a random moment after it has committed at most this many blocks, or at its fuse.
 _MOST_COMMITTED = 30
 _MOMENT, _LONGEST_LIFE = 0.02, 5.0
-_CALLS = ("open", "write", "pwritev", "ftruncate", "fsync", "close", "rename", "mkdir", "unlink")
+_CALLS = [
+    *((os, name) for name in ("open", "write", "pwritev", "ftruncate", "fsync", "close", "rename", "mkdir", "unlink")),
+    *((os, "utime"), (fcntl, "flock"), (paths, "rename_new")),
+]
+#: The probability that a process that dawdles waits before a call.
+_SELDOM = 0.1
 
 
 def run(count: int, stage: Stage) -> Figures:
@@ -114,8 +121,29 @@ def burn(fuse: int, rng: random.Random) -> None:
 
         return wrapped
 
-    for name in _CALLS:
-        setattr(os, name, deadly(name, getattr(os, name)))
+    _replace_calls(deadly)
+
+
+def dawdle(rng: random.Random) -> None:
+    """Make this process wait before some of its system calls, so that others are faster."""
+
+    def slow(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        del name
+
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            if rng.random() < _SELDOM:
+                time.sleep(rng.uniform(0, _MOMENT))
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    _replace_calls(slow)
+
+
+def _replace_calls(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put other functions in the places of `_CALLS`."""
+    for module, name in _CALLS:
+        setattr(module, name, replacement(name, getattr(module, name)))
 
 
 def _tear(

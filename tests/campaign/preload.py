@@ -6,6 +6,7 @@ import tests.campaign.damaged
 import tests.campaign.denied
 import tests.campaign.full
 import tests.campaign.kill
+import tests.campaign.leases
 import tests.campaign.refusing
 import tests.campaign.rivals
 import tests.campaign.vanish

@@ -12,6 +12,7 @@ from tests.campaign.figures import Figures
 from tests.campaign.processes import in_new_process
 from tests.campaign.scene import Stage, inspect, reopen
 from tests.campaign.user import User
+from ucm.store.posix import paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ _ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EINVAL, errno.ENOENT, errno.EBUSY),
 )
-_CALLS = ("open", "pread", "preadv", "pwritev", "ftruncate", "fsync", "fstat", "rename", "mkdir", "unlink", "link")
+_OF_OS = ("open", "pread", "preadv", "pwritev", "ftruncate", "fsync", "fstat", "rename", "mkdir", "unlink", "link")
+_CALLS = [*((os, name) for name in _OF_OS), (paths, "rename_new")]
 _HALVED = ("pwritev", "preadv")
 _SHARE = 0.05
 
@@ -63,7 +65,7 @@ def _use_refused(reporter: Reporter, scene: Scene, seed: int) -> None:
 @contextmanager
 def _refusals(rng: random.Random) -> Iterator[None]:
     """Make some system calls fail, and others read or write less than requested."""
-    originals = {name: getattr(os, name) for name in _CALLS}
+    originals = [(module, name, getattr(module, name)) for module, name in _CALLS]
 
     def unreliable(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -78,10 +80,10 @@ def _refusals(rng: random.Random) -> Iterator[None]:
 
         return wrapped
 
-    for name, call in originals.items():
-        setattr(os, name, unreliable(name, call))
+    for module, name, call in originals:
+        setattr(module, name, unreliable(name, call))
     try:
         yield
     finally:
-        for name, call in originals.items():
-            setattr(os, name, call)
+        for module, name, call in originals:
+            setattr(module, name, call)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tests.campaign.processes import Reporter
+    from ucm.store.base import KVStore
 
 NAMESPACE = "campaign/rank0"
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - directories with random names and mode 0700 are made in it
@@ -199,16 +200,22 @@ def reopen(scenes: Sequence[Scene]) -> Figures:
 def _reopen(reporter: Reporter, scenes: Sequence[Scene]) -> None:
     figures = Figures(left_by_faults=sum(temporaries(scene) + loose_files(scene) for scene in scenes))
     stores = [open_store(scene.config, NAMESPACE, scene.corpus.geometry) for scene in scenes]
-    for scene, store in zip(scenes, stores, strict=True):
-        new = scene.corpus.transfer(scene.corpus.count)
-        done = store.save([new]).wait().done
-        figures.stuck += new.key not in done
+    idle = list(zip(scenes, stores, strict=True))
     deadline = time.monotonic() + _TIDY_PATIENCE
     while time.monotonic() < deadline:
+        # A full store takes nothing before its evictor has begun.
+        idle = [(scene, store) for scene, store in idle if not _takes(store, scene.corpus)]
         figures.left_over = sum(temporaries(scene) + loose_files(scene) for scene in scenes)
-        if not figures.left_over:
+        if not (idle or figures.left_over):
             break
         time.sleep(0.2)
+    figures.stuck = len(idle)
     for store in stores:
         store.close()
     reporter.tell("figures", figures)
+
+
+def _takes(store: KVStore, corpus: Corpus) -> bool:
+    """Return whether a store takes a block that it has never had, or has it by now."""
+    new = corpus.transfer(corpus.count)
+    return new.key in store.save([new]).wait().done

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.campaign import damaged, kill
+from tests.campaign import careless, damaged, kill, leases
 from tests.campaign.__main__ import parts_here, run_part
 from tests.campaign.careless import CARELESS
 from tests.campaign.damage import DAMAGES, block_files, damage_memory, damage_store
@@ -46,6 +46,16 @@ def test_a_store_without_checksums_is_found_out() -> None:
         figures = damaged.run(40, Stage(rng, disk, None, options={"pipeline": CARELESS}))
     assert figures.wrong_bytes
     assert figures.failed
+
+
+@pytest.mark.parametrize(
+    ("tier", "count"), [("ForgetfulTier", "lost"), ("EndlessTier", "immortal"), ("RoomyTier", "oversized")]
+)
+def test_a_store_that_does_not_keep_its_leases_or_its_capacity_is_found_out(tier: str, count: str) -> None:
+    with folders() as (disk, _):
+        rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
+        figures = leases.run(12, Stage(rng, disk, None, options={"pipeline": f"{careless.__name__}:{tier}"}))
+    assert getattr(figures, count)
 
 
 @pytest.mark.parametrize("name", MUST_BE_ZERO)

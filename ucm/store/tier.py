@@ -325,7 +325,11 @@ class Tier(ABC):
         del depths, until, pinned
 
     def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
-        """Lease blocks for a tool, as ``retain`` does, but at once; called only if it ``leases``."""
+        """Lease blocks for a tool, as ``retain`` does, but at once; called only if it ``leases``.
+
+        With ``until`` 0, end their leases, whoever asked for them: the blocks count as used now. A tier need not be
+        able to; it then counts none of them as leased as asked.
+        """
         raise NotImplementedError
 
     def drop(self, keys: Sequence[BlockKey]) -> int:

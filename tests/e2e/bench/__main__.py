@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.e2e.bench import (
+    agents,
     blend,
     building,
     caching,
@@ -74,6 +75,7 @@ SECTIONS: dict[str, Callable[[str], Iterator[Figure]]] = {
     "real": real.figures,
     "hybrid": hybrid.figures,
     "crowd": crowd.figures,
+    "agents": agents.figures,
     "memory": memory.figures,
     "passes": passes.figures,
     "sparse": sparse.figures,

@@ -1,11 +1,10 @@
-"""Retained and pinned blocks in the Posix tier, with the store's own evictor; in memory; and after a kill."""
+"""Retained and pinned blocks in the Posix tier, with the store's own evictor; and in memory."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,10 @@ import pytest
 
 from tests.simulated import begin_span
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
-from tests.ucm.store.workers import lease_until_killed
 from ucm.store.base import BlockCorruptError, BlockTransfer
 from ucm.store.config import BOUNDS
-from ucm.store.factory import open_store
-from ucm.store.posix import space
+from ucm.store.factory import open_store, open_tier
+from ucm.store.posix import paths, space
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules, pinned_until
@@ -34,10 +32,10 @@ if TYPE_CHECKING:
 
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
+    from ucm.store.posix.paths import NewFile
     from ucm.testing.clock import SimulatedClock
 
 UNIT = 4096  #: what a file takes in the tally
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -351,31 +349,29 @@ def test_joined_times_form_a_lattice() -> None:
         assert rules.is_pinned(end, now) == any(rules.is_pinned(one, now) for one in given)
 
 
-def test_a_kill_loses_no_lease_and_leaves_none_for_ever(config: StoreConfig) -> None:
-    """A process leases one block after the other, pins among them, and is killed at random moments."""
-    keys = [key(number) for number in range(400)]
-    with open_store(config, NAMESPACE, SMALL) as store:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_slower_writer_of_a_block_does_not_end_its_lease(
+    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, *, at_once: bool
+) -> None:
+    """Also where a file system cannot rename to a new name in one step, if the other writer is not as fast as that."""
+    keys, until, publish = chain(0, 1), clock.time() + 900.0, Directory.publish
+    if not at_once:
+        monkeypatch.setattr(paths, "_renameat2", lambda: None)
+
+    def overtaken(self: Directory, file: NewFile, key: BlockKey) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "publish", publish)
+            save(other, keys)
+            with closing(open_tier(patient, "Posix", NAMESPACE)) as tier:
+                assert tier.lease({key: 0}, until, pinned=True).leased == 1
+        publish(self, file, key)
+
+    with (
+        open_store(patient, NAMESPACE, SMALL, clock=clock) as other,
+        open_store(patient, NAMESPACE, SMALL, clock=clock) as store,
+    ):
+        monkeypatch.setattr(Directory, "publish", overtaken)
         save(store, keys)
-    layout, rules = Layout(config.directories[0], NAMESPACE), LeaseRules.of(config)
-    paths = [layout.block(one) for one in keys]
-    for number, steps in enumerate((1, 7, 50, 173)):
-        ours, its = SPAWN.Pipe()
-        until = int((time.time() + 600 + number) * 1e6) * 1000
-        process = SPAWN.Process(target=lease_until_killed, args=(paths, until, its))
-        process.start()
-        told = [ours.recv() for _ in range(steps)]
-        process.kill()
-        process.join()
-        while ours.poll():
-            told.append(ours.recv())
-        now = time.time_ns()
-        for place in told:  # what was acknowledged holds
-            assert Path(paths[place]).stat().st_mtime_ns == until + 500 * (place % 2)
-        for path in paths:  # nothing is in between, or held by the dead
-            stamp = Path(path).stat().st_mtime_ns
-            assert stamp <= now + 700 * 10**9
-            assert touch(path, partial(rules.joined, new=stamp, now=now)) == stamp
-    root = config.directories[0]
-    later = int((time.time() + 3600) * 1e9)
-    assert not any(rules.is_pinned(Path(path).stat().st_mtime_ns, later) for path in paths)
-    assert evict(root, scan(root), 1e12, lambda _: None, rules, 0.0)[0] == len(keys)
+        settle(clock)
+        assert stamps(patient, keys) == [pinned_until(kept_until(until, 0))]
+        assert len(list(Path(patient.directories[0]).rglob("tmp/*"))) == 0

@@ -172,7 +172,7 @@ def test_a_medium_that_fails_while_publishing(
     with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS[1:2], ODD)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", refuse)
+            patch.setattr(posix_paths, "rename_new", refuse)
             assert isinstance(save(store, KEYS[:1], ODD).failed[KEYS[0]], StoreUnavailableError)
         assert store.stats()["posix"].failures == {"save.unavailable": 1}
         assert len(files(config.directories[0])) == 1

@@ -15,6 +15,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.ucm.store.workers import evict_until_killed, fill
 from ucm.clock import SYSTEM
 from ucm.store.base import StoreFullError
@@ -24,14 +26,12 @@ from ucm.store.posix import space as posix_space
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.scan import SAMPLE_BLOCKS, Scan, scan
 from ucm.store.posix.space import UNIT, State, Usage
-from ucm.store.posix.tier import PosixTier
+from ucm.store.posix.tier import Directory, PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
     from ucm.clock import Clock
     from ucm.store.base import KVStore
@@ -64,6 +64,28 @@ def test_all_writers_count_together(tmp_path: Path) -> None:
     assert two.add(1, 3 * UNIT) is None
     assert one.read() == State(3 * UNIT, 2 * UNIT, 3)  # the evictor must make room for the refused one
     assert one.add(UNIT, 4 * UNIT) == State(4 * UNIT, 2 * UNIT, 4)
+
+
+def test_of_two_that_find_room_for_one_at_a_time_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, write = Usage(str(tmp_path)), Usage(str(tmp_path)), os.write
+    assert one.add(2 * UNIT, 4 * UNIT)
+    overtaken = list[State | None]()
+
+    def slow(descriptor: int, data: bytes, /) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            overtaken.append(other.add(2 * UNIT, 4 * UNIT))
+        return write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", slow)
+        assert one.add(2 * UNIT, 4 * UNIT) is None
+    assert overtaken == [State(4 * UNIT, None, 4)]
+    state = one.read()
+    assert state is not None
+    assert (state.nbytes, state.limit) == (6 * UNIT, 2 * UNIT)
 
 
 def test_the_evictor_sets_the_figure_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +209,9 @@ def test_each_written_block_counts_once(config: StoreConfig, clock: SimulatedClo
         assert used(store) == (len(KEYS) + 1) * FILE
 
 
-def test_what_was_not_written_counts_for_nothing(
+def test_what_was_not_written_counts_until_the_next_scan(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    monkeypatch.setattr(Usage, "elect", lambda self: False)
-
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, "made up")
 
@@ -200,7 +220,39 @@ def test_what_was_not_written_counts_for_nothing(
             patch.setattr(os, "pwritev", refuse)
             assert len(save(store, KEYS[:4], EVEN).failed) == 4
         save(store, KEYS, EVEN)
+        assert used(store) == (4 + len(KEYS)) * FILE
+        clock.advance(posix_space._SCAN_SECONDS)
         assert used(store) == len(KEYS) * FILE
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_scan_misses_no_block_that_is_being_written(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock, steps: int
+) -> None:
+    """Another process accounts for a block after so many steps of the evictor's: a look, a scan, a correction."""
+    root, reserve = config.directories[0], Directory.reserve
+
+    def meanwhile(self: Directory, nbytes: int) -> None:
+        before, found = State(0, None, 0), 0.0
+        for step in range(4):
+            if step == steps:
+                reserve(self, nbytes)
+            if step == 0:
+                before = usage.read() or before
+            elif step == 1:
+                found = scan(root).nbytes
+            elif step == 2:
+                usage.reset(found, before, None)
+
+    with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
+        save(store, KEYS[:1], EVEN)
+        usage = evictor_of(store)._directory.usage
+        clock.run_until(usage.elect)
+        monkeypatch.setattr(Directory, "reserve", meanwhile)
+        save(store, KEYS[1:2], EVEN)
+        now = usage.read()
+        assert now is not None
+        assert scan(root).nbytes == 2 * FILE <= now.nbytes
 
 
 def test_what_is_used_is_known_without_a_capacity(config: StoreConfig, clock: SimulatedClock) -> None:

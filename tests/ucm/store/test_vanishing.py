@@ -80,6 +80,7 @@ def trap(config: StoreConfig, monkeypatch: pytest.MonkeyPatch, request: pytest.F
         patch.setattr(posix_paths, "_open", lambda: opening)
         for name in CALLS:
             patch.setattr(os, name, trapped(getattr(os, name)))
+        patch.setattr(posix_paths, "rename_new", trapped(posix_paths.rename_new))
         yield found
     assert found.fired or found.made <= MOST
 

@@ -7,8 +7,6 @@ import os
 import resource
 import socket
 import threading
-import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +19,6 @@ from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import owner_name
-from ucm.store.posix.leases import LeaseRules, pinned_until
-from ucm.store.posix.paths import touch
 from ucm.store.posix.space import Usage
 from ucm.testing.blocks import content, fetch, filled, key, save
 
@@ -120,16 +116,6 @@ def save_there(config: StoreConfig, namespace: str, geometry: BlockGeometry, key
 
 def store_command(*words: str) -> int:
     return cli.main(["store", *words])
-
-
-def lease_until_killed(paths: list[str], until: int, told: Connection) -> None:
-    """Retain and pin files in turn, for ever; tell the place of each that is leased."""
-    rules = LeaseRules(1 << 60)
-    for place, path in enumerate(paths):
-        new = pinned_until(until) if place % 2 else until
-        touch(path, partial(rules.joined, new=new, now=time.time_ns()))
-        told.send(place)
-    threading.Event().wait()
 
 
 def of_salt(salt: str, number: int) -> BlockKey:

@@ -25,7 +25,8 @@ name of a tier on servers; ``unreadable``, directories and such tiers with ``dir
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
 
 ``retain``, ``pin``: ``until``; ``tiers``, each with ``blocks`` (stored), ``leased`` and ``refused`` (the reasons, of
-each block that this user cannot lease); ``without``, tiers that have no leases. ``drop``: ``dropped`` blocks by tier,
+each block that this user cannot lease); ``without``, tiers that have no leases. ``unpin``: ``tiers``, each with
+``blocks``, ``ended`` (leases) and ``refused``; ``without``. ``drop``: ``dropped`` blocks by tier,
 and ``failed``, the reasons of tiers that could not delete. ``tag``: ``tag``.
 
 ``prefetch``: ``tier``, the first one; ``tokens`` that an engine would load, ``blocks`` that it needs for that, how many

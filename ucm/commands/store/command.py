@@ -13,6 +13,7 @@ from typing import Any
 
 from ucm.commands.options import add_deployment, add_engine_args
 from ucm.errors import UcmError
+from ucm.salts import is_tag_name
 
 _EXIT_CODES = "Exit code: 0 no problem, 1 a problem was found, 2 wrong usage."
 _STOPPED = 130
@@ -127,7 +128,11 @@ def _add_leases(commands: Any) -> None:
         parser.add_argument(
             "--for", type=duration, required=True, dest="seconds", metavar="TIME", help="how long, for instance 12h"
         )
-        parser.set_defaults(pin=name == "pin")
+        parser.set_defaults(pin=name == "pin", ends=False)
+    parser = _add(commands, "unpin", "end the leases of the blocks of a prompt, pinned or retained", module="lease")
+    _add_prompt(parser)
+    _add_from_token(parser)
+    parser.set_defaults(ends=True)
 
 
 def _add_moves(commands: Any) -> None:
@@ -143,6 +148,10 @@ def _add_moves(commands: Any) -> None:
 def _add_drop(commands: Any) -> None:
     parser = _add(commands, "drop", "delete the blocks of a prompt from all tiers")
     _add_prompt(parser)
+    _add_from_token(parser)
+
+
+def _add_from_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-token",
         type=count,
@@ -162,6 +171,9 @@ def _add_gc(commands: Any) -> None:
         "--to", type=size, metavar="SIZE", help="also delete the least recently used blocks until at most SIZE is used"
     )
     parser.add_argument("--all", action="store_true", help="delete the chosen namespaces completely; needs --namespace")
+    parser.add_argument(
+        "--salt", type=tag, metavar="TAG", help="also delete all blocks of a tenant, as `ucm store tag` names it"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only report what would be deleted")
     parser.add_argument(
         "--yes", action="store_true", help="delete without asking (as --json does, or without a terminal)"
@@ -268,6 +280,17 @@ def key_prefix(text: str) -> str:
     """
     if not re.fullmatch(r"[0-9a-f]{1,128}", text):
         raise argparse.ArgumentTypeError(f"{text!r}: a key is written in the digits 0-9 and a-f")
+    return text
+
+
+def tag(text: str) -> str:
+    """Check the tag of a salt.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not is_tag_name(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: a tag is what `ucm store tag` prints, or no-salt")
     return text
 
 

@@ -45,12 +45,11 @@ def drop(prompt: Prompt, from_token: int = 0) -> dict[str, Any]:
     """
     config = prompt.config
     dropped, failed = dict.fromkeys(config.parts, 0), dict[str, str]()
-    for stored, keys in prompt.groups():
-        meant = keys[-(-from_token // stored.group.chunk_tokens) :]
+    for stored, meant in prompt.depths(from_token):
         for namespace in stored.ranks if meant else ():
             for name in config.parts:
                 try:
-                    dropped[name] += _drop(config, name, namespace, meant)
+                    dropped[name] += _drop(config, name, namespace, list(meant))
                 except (ConfigError, StoreError) as error:
                     failed[name] = str(error).splitlines()[0]
     return {"dropped": dropped, "failed": failed}

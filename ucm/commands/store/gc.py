@@ -21,6 +21,7 @@ from ucm.commands.store.places import Directory, Places, find_places
 from ucm.commands.store.text import progress
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
+from ucm.salts import tag_digits, tag_name
 from ucm.store.inspection import damaged_files, left_behind, side_files, stored_blocks
 from ucm.store.memory.directory import in_memory
 from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
@@ -67,16 +68,23 @@ class Plan:
         chosen: The namespaces, each in its directory.
         until: Blocks before this one in the order of deletion are deleted; see `_order`.
         drop: Whether the namespaces are deleted completely.
+        salt: The name of the only tag whose blocks are deleted; empty for all.
     """
 
     chosen: Sequence[tuple[Directory, Layout]]
     until: Order
     drop: bool
+    salt: str = ""
     tallies: dict[tuple[Directory, str, str], Tally] = field(default_factory=dict)
 
     def tally(self, directory: Directory, layout: Layout, kind: str) -> Tally:
         """Return the tally of one kind of file in a namespace of a directory."""
         return self.tallies.setdefault((directory, layout.namespace, kind), Tally())
+
+    def has(self, block: StoredBlock) -> bool:
+        """Return whether a block is to be deleted."""
+        is_meant = not self.salt or tag_name(tag_digits(block.key)) == self.salt
+        return is_meant and _order(block.used_ns, block.key) < self.until
 
 
 @dataclass
@@ -93,15 +101,15 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
 
     Args:
         places: The directories and namespaces.
-        options: ``older_than``, ``to`` and ``all``.
+        options: ``older_than``, ``to``, ``all`` and ``salt``.
         step: Called after each block.
 
     Raises:
         OSError: A directory cannot be listed.
     """
     chosen = places.chosen()
-    until = _ALL if options.all else _until(chosen, options.older_than, options.to)
-    found = Plan(chosen, until, drop=options.all)
+    until = _ALL if options.all or options.salt else _until(chosen, options.older_than, options.to)
+    found = Plan(chosen, until, options.all, options.salt or "")
     for directory, layout in chosen:
         for kind, files in _beside(layout, places.config.stale_seconds, drop=found.drop).items():
             for path, nbytes in files:
@@ -110,7 +118,7 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
         if until > _NONE and not layout.is_abandoned:
             for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
                 step()
-                if _order(block.used_ns, block.key) < until:
+                if found.has(block):
                     found.tally(directory, layout, BLOCK).add(block.nbytes)
     return found
 
@@ -123,7 +131,7 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
         stale_seconds: See ``StoreConfig``.
         step: Called after each block.
     """
-    done = Plan(found.chosen, found.until, found.drop)
+    done = Plan(found.chosen, found.until, found.drop, found.salt)
     outcome = Outcome(done.tallies)
     for directory, layout in found.chosen:
         for kind, files in _beside(layout, stale_seconds, drop=found.drop).items():
@@ -131,7 +139,7 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
                 if _delete(path, outcome):
                     done.tally(directory, layout, kind).add(nbytes)
         if found.until > _NONE and not layout.is_abandoned:
-            for block in _deleted(directory, layout, found.until, outcome, step):
+            for block in _deleted(directory, layout, found, outcome, step):
                 done.tally(directory, layout, BLOCK).add(block.nbytes)
         remove_empty(layout)
         if found.drop or layout.is_abandoned:
@@ -194,16 +202,16 @@ def _delete(path: str, outcome: Outcome) -> bool:
 
 
 def _deleted(
-    directory: Directory, layout: Layout, until: Order, outcome: Outcome, step: Callable[[], object]
+    directory: Directory, layout: Layout, found: Plan, outcome: Outcome, step: Callable[[], object]
 ) -> Iterator[StoredBlock]:
-    """Delete old blocks."""
+    """Delete blocks."""
     in_use = layout.is_private
     for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
         step()
-        goes = _order(block.used_ns, block.key) < until
+        goes = found.has(block)
         if goes and in_use:
             outcome.spared += 1
-        elif goes and _delete_block(block, until, outcome):
+        elif goes and _delete_block(block, found.until, outcome):
             yield block
 
 
@@ -266,8 +274,10 @@ def _check(options: argparse.Namespace, places: Places) -> None:
             )
     if options.all and not options.namespace:
         raise UcmError("--all deletes the namespaces that --namespace names", fix="name them; '*' stands for every one")
-    if options.all and (options.older_than is not None or options.to is not None):
-        raise UcmError("--all cannot be combined with --older-than or --to", fix="give it alone")
+    how = {"--all": options.all or None, "--salt": options.salt, "--older-than": options.older_than, "--to": options.to}
+    given = [name for name, value in how.items() if value is not None]
+    if len(given) > 1 and given[0] in {"--all", "--salt"}:
+        raise UcmError(f"{given[0]} cannot be combined with {given[1]}", fix="give it alone")
     tiers = {directory.tier for directory in places.directories if not directory.offloaded}
     if options.to is not None and len(tiers) > 1:
         raise UcmError("--to is the size of one tier, and this store has two", fix="add --tier posix, or --tier dram")

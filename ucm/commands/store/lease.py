@@ -1,4 +1,4 @@
-"""``ucm store retain`` and ``ucm store pin``: lease the blocks of a prompt, tier by tier."""
+"""``ucm store retain``, ``pin`` and ``unpin``: lease the blocks of a prompt, tier by tier, or end their leases."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used, or the lease would be too long.
     """
-    data = lease(given_prompt(options), options.seconds, pin=options.pin)
-    tiers = data["tiers"]
+    prompt, ends = given_prompt(options), options.ends
+    data = unpin(prompt, options.from_token) if ends else lease(prompt, options.seconds, pin=options.pin)
+    tiers, done = data["tiers"], "ended" if ends else "leased"
     if options.json:
         say_json(data)
     else:
-        what = "pinned" if options.pin else "retained"
+        what = "no longer leased" if ends else f"{'pinned' if options.pin else 'retained'} until {data['until']}"
         for name, one in tiers.items():
-            rest = "; the others are only retained" if options.pin and one["leased"] < one["blocks"] else ""
+            rest = "; the others are only retained" if not ends and options.pin and one[done] < one["blocks"] else ""
             of_all = many(one["blocks"], "stored block", "stored blocks")
-            say([f"{name}: {one['leased']:,} of {of_all} {what} until {data['until']}{rest}"])
+            say([f"{name}: {one[done]:,} of {of_all} {what}{rest}"])
         say(
             f"{name}: {many(len(one['refused']), 'block', 'blocks')} cannot be leased by this user: {one['refused'][0]}"
             for name, one in tiers.items()
@@ -41,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
         )
         say(f"{name}: no leases: what it evicts is decided elsewhere" for name in data["without"])
     # E.g. memory has no pins, but the disk has.
-    whole = all(one["leased"] in (0, one["blocks"]) for one in tiers.values())
-    return int(not whole or not any(one["leased"] for one in tiers.values()))
+    whole = all(one[done] in (0, one["blocks"]) for one in tiers.values())
+    return int(not whole or not any(one[done] for one in tiers.values()))
 
 
 def lease(prompt: Prompt, seconds: float, *, pin: bool) -> dict[str, Any]:
@@ -51,27 +52,39 @@ def lease(prompt: Prompt, seconds: float, *, pin: bool) -> dict[str, Any]:
     Raises:
         UcmError: The lease would be too long, a tier cannot be opened, or the engine would not cache this prompt.
     """
-    config = prompt.config
-    if seconds > config.lease_seconds:
+    longest = prompt.config.lease_seconds
+    if seconds > longest:
         raise UcmError(
-            f"a lease of {seconds:g} seconds is too long: the longest has {config.lease_seconds:g}",
+            f"a lease of {seconds:g} seconds is too long: the longest has {longest:g}",
             where="the time",
             fix="shorten it, or raise store: lease_seconds for all engines",
         )
     until = SYSTEM.time() + seconds
+    return {"until": iso(until), **_by_tier(prompt, until, "leased", pin=pin)}
+
+
+def unpin(prompt: Prompt, from_token: int = 0) -> dict[str, Any]:
+    """End the leases of the blocks of a prompt, except those that have one of its first tokens, as ``lease`` does.
+
+    Raises:
+        UcmError: A tier cannot be opened, or the engine would not cache this prompt.
+    """
+    return _by_tier(prompt, 0.0, "ended", from_token=from_token)
+
+
+def _by_tier(prompt: Prompt, until: float, done: str, *, pin: bool = False, from_token: int = 0) -> dict[str, Any]:
+    """Call ``Tier.lease`` for each tier that has leases; return its counts, and the names of the others."""
+    config = prompt.config
     back_ends = {name: back_end_class(name) for name in config.parts}
     tiers: dict[str, dict[str, Any]] = {
-        name: {"blocks": 0, "leased": 0, "refused": []}
-        for name, one in back_ends.items()
-        if is_tier(one) and one.leases
+        name: {"blocks": 0, done: 0, "refused": []} for name, one in back_ends.items() if is_tier(one) and one.leases
     }
-    for stored, keys in prompt.groups():
-        depths = {key: stored.group.depth(chunk) for chunk, key in enumerate(keys)}
+    for stored, depths in prompt.depths(from_token):
         for name, counts in tiers.items():
             for namespace in stored.ranks:
                 with closing(open_tier(config, name, namespace)) as tier:
-                    done = tier.lease(depths, until, pinned=pin)
-                counts["blocks"] += done.stored
-                counts["leased"] += done.leased
-                counts["refused"] += map(str, done.refused)
-    return {"until": iso(until), "tiers": tiers, "without": [name for name in config.parts if name not in tiers]}
+                    found = tier.lease(depths, until, pinned=pin)
+                counts["blocks"] += found.stored
+                counts[done] += found.leased
+                counts["refused"] += map(str, found.refused)
+    return {"tiers": tiers, "without": [name for name in config.parts if name not in tiers]}

@@ -49,6 +49,16 @@ class Prompt:
         for stored in self.facts.stored:
             yield stored, block_keys(self.facts, self.token_ids, stored.group.chunk_tokens, self.salt)
 
+    def depths(self, from_token: int = 0) -> Iterator[tuple[StoredGroup, dict[BlockKey, int]]]:
+        """Yield each KV-cache group with the depths of its chunks, except those that have one of the first tokens.
+
+        Raises:
+            UcmError: The engine would not cache this prompt.
+        """
+        for stored, keys in self.groups():
+            first = -(-from_token // stored.group.chunk_tokens)
+            yield stored, {key: stored.group.depth(chunk) for chunk, key in enumerate(keys[first:], first)}
+
 
 def given_prompt(options: argparse.Namespace) -> Prompt:
     """Return the prompt of a command line.

@@ -1,9 +1,10 @@
 """``ucm store serve``: the commands about a prompt over HTTP, for routers and agents.
 
-``POST /v1/lookup``, ``/v1/retain``, ``/v1/pin``, ``/v1/prefetch``, ``/v1/demote`` and ``/v1/drop`` take a JSON object
-with ``prompt`` (text, tokenized without a chat template) or ``tokens`` (token ids), ``salt`` if the prompt's requests
-have one, and what the command takes besides: ``seconds`` (retain, pin) or ``from_token`` (drop). They answer with what
-the command prints with ``--json``; an error has ``error``, ``where`` and ``fix``. ``/openapi.json`` describes it all.
+``POST /v1/lookup``, ``/v1/retain``, ``/v1/pin``, ``/v1/unpin``, ``/v1/prefetch``, ``/v1/demote`` and ``/v1/drop`` take
+a JSON object with ``prompt`` (text, tokenized without a chat template) or ``tokens`` (token ids), ``salt`` if the
+prompt's requests have one, and what the command takes besides: ``seconds`` (retain, pin) or ``from_token`` (unpin,
+drop). They answer with what the command prints with ``--json``; an error has ``error``, ``where`` and ``fix``.
+``/openapi.json`` describes it all.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class LeaseBody(PromptBody):
     seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
-class DropBody(PromptBody):
-    """The body of ``drop``."""
+class EndBody(PromptBody):
+    """The body of ``unpin`` and ``drop``."""
 
     from_token: int = Field(default=0, ge=0)
 
@@ -117,6 +118,10 @@ class Store:
         """Do not evict the blocks of a prompt, for a time."""
         return lease.lease(self._prompt(body), body.seconds, pin=True)
 
+    def unpin(self, body: EndBody) -> dict[str, Any]:
+        """End the leases of the blocks of a prompt, pinned or retained."""
+        return lease.unpin(self._prompt(body), body.from_token)
+
     def prefetch(self, body: PromptBody) -> dict[str, Any]:
         """Copy the blocks of a prompt into the first tier, before it is asked."""
         return move.prefetch(self._prompt(body))
@@ -125,7 +130,7 @@ class Store:
         """Delete the blocks of a prompt from the first tier, if another one has them."""
         return move.demote(self._prompt(body))
 
-    def drop(self, body: DropBody) -> dict[str, Any]:
+    def drop(self, body: EndBody) -> dict[str, Any]:
         """Delete the blocks of a prompt from all tiers."""
         return drop.drop(self._prompt(body), body.from_token)
 
@@ -170,7 +175,7 @@ def application(store: Store, token: str = "") -> FastAPI:
         return JSONResponse({"error": f"the store cannot be read: {error}", "where": "", "fix": ""}, 503)
 
     # Plain functions: FastAPI runs them in threads, because the store waits for disks and servers.
-    for action in (store.lookup, store.retain, store.pin, store.prefetch, store.demote, store.drop):
+    for action in (store.lookup, store.retain, store.pin, store.unpin, store.prefetch, store.demote, store.drop):
         app.post(f"/v1/{action.__name__}")(action)
     return app
 

@@ -169,10 +169,10 @@ class DramTier(Tier):
                 place[0].use(kept_until(until, depth), now, self._leases)
 
     def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
-        """Retain the blocks' segments; none is pinned."""
+        """Retain the blocks' segments; none is pinned, and no lease is ended, which may be of other blocks as well."""
         there = self.contains(list(depths), self.clock.monotonic()).count(True)
         self.retain(depths, until)
-        return Leased(there, 0 if pinned else there)
+        return Leased(there, there if until and not pinned else 0)
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Delete blocks from the namespace's segments, whose memory serves its next ones."""

@@ -412,17 +412,14 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     """
     if not directory.writes.allows():
         raise directory.writes.refusal(directory.layout.root)
-    nbytes = nbytes_of(pieces)
-    where, reserved = directory.layout.temporary, False
+    where = directory.layout.temporary
     file: NewFile | None = None
     try:
-        directory.with_directories(partial(_reserve, directory, nbytes))
-        reserved = True
-        file = _write(directory, pieces, nbytes)
+        file = _write(directory, pieces, nbytes_of(pieces))
         where = directory.layout.block(key)
-        if not directory.holds(key):
+        with suppress(FileExistsError):
             directory.publish(file, key)
-            file, reserved = None, False
+            file = None
     except StoreFullError:  # the evictor is behind, which is no failure of the medium
         directory.writes.succeeded()
         raise
@@ -434,18 +431,29 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     finally:
         if file is not None:
             file.unlink()
-        if reserved:
-            directory.unreserve(nbytes)
     directory.writes.succeeded()
 
 
-def _reserve(directory: Directory, nbytes: int) -> None:
-    """Account for a file; if there is no room, ask the evictor for it and wait briefly."""
+def _reserve(directory: Directory, descriptor: int, nbytes: int) -> None:
+    """Account for an empty file and give it its size; if there is no room, ask the evictor for it and wait briefly.
+
+    The file has its size before it counts: a scan that begins later finds it, and one that began earlier adds what was
+    accounted for since. So none misses it, and the directory never holds more than it may.
+    """
+
+    def reserve() -> None:
+        os.ftruncate(descriptor, nbytes)
+        try:
+            directory.reserve(nbytes)
+        except StoreFullError:
+            os.ftruncate(descriptor, 0)
+            raise
+
     try:
-        directory.reserve(nbytes)
+        reserve()
     except StoreFullError:
         directory.evictor.behind()
-        directory.wait_for_room(nbytes)
+        directory.wait_for_room(reserve)
 
 
 def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int) -> NewFile:
@@ -465,6 +473,7 @@ def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbyte
     descriptor, file = directory.with_directories(partial(directory.new_file, owner_name(), flags))
     try:
         try:
+            directory.with_directories(partial(_reserve, directory, descriptor, nbytes))
             if directory.claims_space and nbytes >= CLAIM_FROM:
                 directory.claims_space = claim_space(descriptor, nbytes)
             if direct:

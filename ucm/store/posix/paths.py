@@ -36,6 +36,7 @@ SHARED_FILE_MODE, SHARED_DIRECTORY_MODE = 0o660, 0o2770
 _OPENAT2 = 437  # the same on every architecture that Python and vLLM run on
 _AT_FDCWD = -100
 _RESOLVE_NO_SYMLINKS = 0x04
+_RENAME_NOREPLACE = 1
 _HOW = struct.Struct("=QQQ")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: A parent directory need not be readable to access an entry by name.
@@ -103,7 +104,7 @@ class KeptDirectory:
         return descriptor, file
 
     def receive(self, file: NewFile, inner: str, name: str) -> bool:
-        """Move a file into a subdirectory of this one, replacing a file of that name.
+        """Move a file into a subdirectory of this one.
 
         Args:
             file: A file in any directory on the same file system.
@@ -115,6 +116,7 @@ class KeptDirectory:
             just now: then the path is resolved again next time.
 
         Raises:
+            FileExistsError: There is one of this name.
             OSError: The file cannot be moved; it stays where it was.
         """
         above = self._open or self._resolve()
@@ -162,9 +164,10 @@ class NewFile:
         """Move the file to another directory and name.
 
         Raises:
+            FileExistsError: There is one of this name.
             OSError: The file cannot be moved.
         """
-        os.rename(self._name, name, src_dir_fd=self._folder.number, dst_dir_fd=folder.number)
+        rename_new(self._name, name, self._folder.number, folder.number)
         self._folder, self._name = folder, name
 
     def touch(self) -> None:
@@ -176,6 +179,43 @@ class NewFile:
         """Delete the file if possible; no other process does so while this one lives."""
         with suppress(OSError):
             os.unlink(self._name, dir_fd=self._folder.number)
+
+
+def rename_new(source: str, target: str, folder: int, new_folder: int) -> None:
+    """Rename a file, unless there is one of the new name.
+
+    Where the file system cannot do that in one step, as NFS and CephFS, another process may be faster in between.
+
+    Args:
+        source: The file's name.
+        target: Its new name.
+        folder: A descriptor of its directory.
+        new_folder: A descriptor of its new directory.
+
+    Raises:
+        FileExistsError: There is one.
+        OSError: The file cannot be renamed.
+    """
+    renameat2 = _renameat2()
+    if renameat2 is not None:
+        if renameat2(folder, os.fsencode(source), new_folder, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in {errno.EINVAL, errno.ENOSYS}:
+            raise OSError(number, os.strerror(number), target)
+    if os.access(target, os.F_OK, dir_fd=new_folder, follow_symlinks=False):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    os.rename(source, target, src_dir_fd=folder, dst_dir_fd=new_folder)
+
+
+@cache
+def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    found: Callable[[int, bytes, int, bytes, int], int] = function
+    return found
 
 
 class _Descriptor:

@@ -12,8 +12,8 @@ the limit themselves: they wait briefly for room and then drop blocks.
 
 The process that holds a lock on the file (``flock``) is the root's evictor, for all tiers of all engines and ranks that
 use it. It scans the root from time to time, deletes files of dead processes and the least recently used blocks,
-subtracts the deleted bytes, and empties the tally when it has grown long. The kernel releases the lock when the process
-ends.
+subtracts the deleted bytes, and empties the tally when it has grown long; what is appended within the microseconds of
+that, once in 4 GiB, counts from the next scan on. The kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Usage:
             limit: The most bytes that the root may hold; None: no limit.
 
         Returns:
-            The new content of the file; None if the bytes would exceed the limit and were not added.
+            The new content of the file; None if the bytes would exceed the limit. Then they were not added, or count
+            until the next scan, if others were faster at this moment.
 
         Raises:
             OSError: The root is missing, or its file cannot be written.
@@ -128,14 +129,18 @@ class Usage:
                 os.write(descriptor, _HEAD.pack(0, 0))
                 state = State(0, None, 0)
             units = -(-nbytes // UNIT)
-            if limit is not None and state.nbytes + units * UNIT > limit:
-                # A root with few large blocks may be far below its limit and still have no room for one more.
-                below = int(limit) - units * UNIT
-                if below > 0 and (state.limit is None or state.limit > below):
-                    self.ask(below)
-                return None
-            os.write(descriptor, bytes(units))
-            return State(state.nbytes + units * UNIT, state.limit, state.tally + units, state.is_scanned)
+            most = float("inf") if limit is None else limit
+            if state.nbytes + units * UNIT <= most:
+                os.write(descriptor, bytes(units))
+                # Others may have appended meanwhile: what counts is where this process's bytes have come to lie.
+                state = _state(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR)) or state
+                if state.nbytes <= most:
+                    return state
+            # A root with few large blocks may be far below its limit and still have no room for one more.
+            below = int(most) - units * UNIT
+            if below > 0 and (state.limit is None or state.limit > below):
+                self.ask(below)
+            return None
         finally:
             os.close(descriptor)
 
@@ -480,7 +485,7 @@ class _Root:
 
     def _read(self) -> State | None:
         state = self._usage.read()
-        self._directory.tallied_bytes = None if state is None else state.nbytes
+        self._directory.used_bytes = None if state is None else state.nbytes
         return state
 
     def _limit(self, state: State) -> float | None:

@@ -8,7 +8,6 @@ import os
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from ucm.clock import SYSTEM
@@ -37,7 +36,7 @@ from ucm.store.posix.paths import (
     touch,
     unlink,
 )
-from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
+from ucm.store.posix.space import USAGE_FILE, Evictor, Usage, close_evictors
 from ucm.store.shares import Shares
 from ucm.store.tier import (
     CompressingOptions,
@@ -63,9 +62,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: How many blocks that were accounted for and then not written the next blocks may use; another process's scan since
-#: then counts them as room.
-_MOST_UNWRITTEN = 8
 #: How long a write waits for the evictor at most, and how often it checks, in seconds.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How often missing directories are made for one file.
@@ -112,7 +108,8 @@ class Directory:
         self.shares = Shares.of(config)
         self.held_of: dict[str, int] = {}  #: the bytes of each account with a weight at the last scan, likewise
         self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
-        self.tallied_bytes: int | None = None  #: the bytes that it holds by the tally, as last read
+        #: The bytes held, for all namespaces and all writers, as last read; None if unknown.
+        self.used_bytes: int | None = None
         self.direct_io = config.direct_io
         self.fsync = config.fsync
         self.claims_space = True
@@ -126,36 +123,24 @@ class Directory:
         self.layout.keep_identity()
         self._base = KeptDirectory(self.layout.base, clock=clock)
         self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
-        self._lock, self._taking = Lock(), clock.lock()  # the latter is held while the tally is read
-        self._credit = 0  # bytes in the tally of blocks that were not written
+        self._taking = clock.lock()  # held while the tally is read
         self._is_patient = True
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
         self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
         self.evictor = Evictor(self, config.stale_seconds, evicted, clock=clock)
 
-    @property
-    def used_bytes(self) -> int | None:
-        """The bytes held, for all namespaces and all writers, as last read; None if unknown."""
-        tallied = self.tallied_bytes
-        return None if tallied is None else max(0, tallied - self._credit)
-
     def holds(self, key: BlockKey) -> bool:
         """Return whether a block exists, judged by its name."""
         return os.access(self.layout.block(key), os.F_OK, follow_symlinks=False)
 
     def reserve(self, nbytes: int) -> None:
-        """Account for a block to be written.
+        """Account for a block to be written; what is not written then counts until the next scan.
 
         Raises:
             StoreFullError: The directory would exceed its share: the evictor is behind.
             OSError: The directory is missing or cannot be written.
         """
-        nbytes = _in_tally(nbytes)
-        with self._lock:
-            if self._credit >= nbytes:
-                self._credit -= nbytes
-                return
         with self._taking:
             state = self.usage.add(nbytes, self.share)
         if state is None:
@@ -164,12 +149,15 @@ class Directory:
                 where=self.layout.root,
                 fix="none is needed if this is seldom: the evictor is behind; else raise the capacity",
             )
-        self.tallied_bytes = state.nbytes
+        self.used_bytes = state.nbytes
 
-    def wait_for_room(self, nbytes: int) -> None:
-        """Call ``reserve``, and wait briefly for the evictor; after a failure do not wait again until there is room.
+    def wait_for_room(self, reserve: Callable[[], None]) -> None:
+        """Reserve, and wait briefly for the evictor; after a failure do not wait again until there is room.
 
         Without that, writes would queue up.
+
+        Args:
+            reserve: Calls ``reserve``.
 
         Raises:
             StoreFullError: There is still no room.
@@ -178,7 +166,7 @@ class Directory:
         deadline = self.clock.monotonic() + (_PATIENCE_SECONDS if self._is_patient else 0.0)
         while True:
             try:
-                self.reserve(nbytes)
+                reserve()
             except StoreFullError:
                 if self.clock.monotonic() >= deadline:
                     self._is_patient = False
@@ -187,12 +175,6 @@ class Directory:
             else:
                 self._is_patient = True
                 return
-
-    def unreserve(self, nbytes: int) -> None:
-        """Return the reservation of a block that was not written, for the next block."""
-        nbytes = _in_tally(nbytes)
-        with self._lock:
-            self._credit = min(self._credit + nbytes, _MOST_UNWRITTEN * nbytes)
 
     def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
         """Make a temporary file; return its descriptor and the file.
@@ -203,11 +185,12 @@ class Directory:
         return self._temporary.new_file(name, flags, self.layout.file_mode, self.layout.group)
 
     def publish(self, file: NewFile, key: BlockKey) -> None:
-        """Rename a temporary file to its block's name, replacing an existing file.
+        """Rename a temporary file to its block's name.
 
         If the namespace's directory was renamed meanwhile, the file goes where readers now look for it.
 
         Raises:
+            FileExistsError: The block is there.
             OSError: The file cannot be renamed.
         """
         block = key.hex()
@@ -280,11 +263,6 @@ class Directory:
         if self.writes.probing or self._parent_device == _device(self._parent):
             make_directory(self.layout.root)
         self.layout.make()
-
-
-def _in_tally(nbytes: int) -> int:
-    """Return the bytes that a file takes in the tally."""
-    return -(-nbytes // UNIT) * UNIT
 
 
 def _device(path: str) -> int:
@@ -525,9 +503,12 @@ class PosixTier(Tier):
             rules = directory.leases
             for key, depth in depths.items():
                 stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
+                change = partial(rules.joined, new=stamp, now=now)
+                if not until:
+                    change = partial(min, used_until(self.clock.time(), self._touch_seconds, depth))
                 path = directory.layout.block(key)
                 try:
-                    kept = self._touch_when_free(path, partial(rules.joined, new=stamp, now=now))
+                    kept = self._touch_when_free(path, change)
                     leased += rules.is_pinned(kept, now) or not pinned
                 except FileNotFoundError:
                     continue

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
+from tests.ucm.store.workers import of_salt
 from ucm.commands.store import gc
+from ucm.salts import tag_name, tag_of_salt
 from ucm.store.config import StoreConfig
-from ucm.store.factory import open_store
+from ucm.store.factory import open_store, open_tier
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.testing.blocks import EVEN, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.ucm.commands.store.conftest import Answer, Kept
 
@@ -115,6 +118,26 @@ def test_of_blocks_used_in_one_span_no_more_go_than_must(kept: Kept, ask: Callab
     assert len(kept.blocks(BIG)) + len(kept.blocks(SMALL)) == 5
 
 
+def test_all_blocks_of_a_tenant_go_and_no_others(kept: Kept, ask: Callable[..., Answer]) -> None:
+    """Of all ages and namespaces, also pinned ones."""
+    config = StoreConfig(directories=(str(kept.root),))
+    theirs, others = ([of_salt(salt, number) for number in range(3)] for salt in ("ours", "theirs"))
+    for namespace in (BIG, SMALL):
+        with open_store(config, namespace, EVEN) as store:
+            save(store, [*theirs, *others], EVEN)
+    with closing(open_tier(config, "Posix", BIG)) as tier:
+        assert tier.lease(dict.fromkeys(theirs, 0), time.time() + 3600.0, pinned=True).leased == 3
+    left = {path for path in kept.root.rglob("*") if path.is_file()}
+    gone = {Path(Layout(str(kept.root), space).block(one)) for space in (BIG, SMALL) for one in theirs}
+    named = tag_name(tag_of_salt("ours").hex())
+    for more in (("--dry-run",), ()):
+        data = ask("gc", "--json", "--salt", named, "--directory", kept.root, *more).data
+        assert [one["count"] for one in data["deleted"]] == [3, 3]
+    assert left - {path for path in kept.root.rglob("*") if path.is_file()} == gone
+    assert ask("gc", "--json", "--salt", "no-salt", "--namespace", SMALL, "--directory", kept.root).code == 0
+    assert (kept.blocks(BIG), kept.blocks(SMALL)) == (list(range(10)), [])
+
+
 def test_a_namespace_goes_altogether(kept: Kept, ask: Callable[..., Answer]) -> None:
     litter(kept)
     kept.side(BIG, "identity.json").write_text("{}", encoding="utf-8")
@@ -178,6 +201,9 @@ def test_what_cannot_be_deleted_is_told(
         (("--all",), "--all deletes the namespaces that --namespace names"),
         (("--all", "--namespace", "*", "--to", "0"), "--all cannot be combined"),
         (("--all", "--namespace", "*", "--older-than", "1d"), "--all cannot be combined"),
+        (("--all", "--namespace", "*", "--salt", "no-salt"), "--all cannot be combined with --salt"),
+        (("--salt", "no-salt", "--to", "0"), "--salt cannot be combined with --to"),
+        (("--salt", "tenant"), "'tenant': a tag is what `ucm store tag` prints, or no-salt"),
         (("--namespace", "nobody"), "no namespace matches nobody"),
     ],
 )

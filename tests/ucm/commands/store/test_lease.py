@@ -22,6 +22,7 @@ from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import touch, unlink
+from ucm.store.tier import used_until
 from ucm.testing.blocks import key, save
 
 if TYPE_CHECKING:
@@ -75,6 +76,39 @@ def test_the_blocks_of_a_prompt_are_leased(
     (found,) = posix["namespaces"]
     assert (found["leased_bytes"], found["pinned_bytes"]) == (nbytes, nbytes if command == "pin" else 0)
     assert "in blocks with a lease" in ask("stat", "--config", config).out
+
+
+@pytest.mark.parametrize("command", ["retain", "pin"])
+def test_a_lease_is_ended_early(
+    run: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    command: str,
+) -> None:
+    def stamps() -> list[int]:
+        return [path.stat().st_mtime_ns for path in files(config) if path.exists()]
+
+    os.utime(files(config)[4], (1000.0, 1000.0))
+    assert run("unpin").code == 0
+    assert stamps()[3] == 1000 * 10**9, "what has no lease is not used by this"
+    assert run(command, "--for", "2h").code == 0
+    leased = stamps()
+    answer = run("unpin", "--from-token", SIZE + 1, "--json")
+    posix = {"blocks": 2, "ended": 2, "refused": []}
+    assert (answer.code, answer.data) == (
+        0,
+        {"tiers": {"Cache": {"blocks": 0, "ended": 0, "refused": []}, "Posix": posix}, "without": []},
+    )
+    assert stamps()[:2] == leased[:2]
+    until = used_until(time.time(), StoreConfig().touch_seconds, 0)
+    assert all(stamp <= until for stamp in stamps()[2:])
+    answer = run("unpin")
+    assert answer.out.splitlines() == [
+        "Cache: 0 of 1 stored block no longer leased",
+        "Posix: 4 of 4 stored blocks no longer leased",
+    ]
+    assert all(stamp <= until + 60 * 10**9 for stamp in stamps())
+    assert stamps() == sorted(stamps(), reverse=True)
+    assert not any(RULES.is_pinned(stamp, time.time_ns()) for stamp in stamps())
 
 
 def test_memory_alone_pins_nothing(

@@ -58,6 +58,7 @@ def test_each_command_answers_as_it_prints(
     assert post("prefetch", body).json()["there"] == 3
     assert post("retain", {**body, "seconds": 60.0}).json()["tiers"]["Posix"]["leased"] == 4
     assert post("pin", {**body, "seconds": 60}).json()["tiers"]["Posix"]["leased"] == 4
+    assert post("unpin", body).json()["tiers"]["Posix"]["ended"] == 4
     assert post("demote", body).json()["deleted"] == 3
     assert post("drop", {**body, "from_token": 2 * SIZE}).json()["dropped"] == {"Cache": 0, "Posix": 2}
     assert post("lookup", body).json()["found_tokens"] == 2 * SIZE
