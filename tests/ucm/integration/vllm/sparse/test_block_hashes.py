@@ -48,7 +48,8 @@ def test_each_setting_has_its_own_hashes(algorithm: str, monkeypatch: pytest.Mon
     assert found[None][0] == first != found[64][0]
 
 
-def test_the_seed_is_vllms_while_the_function_is_chosen() -> None:
+def test_the_seed_is_vllms_while_the_function_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks whether its function resists collisions, and then fixes or draws the seed; it must see its own."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert hashes("sha256", 64) == hashes("sha256", 64)
     assert hashes("xxhash", 64) != hashes("xxhash", 64)
