@@ -341,7 +341,7 @@ def test_a_server_is_killed_beside_requests_and_comes_back(
     }
     requests, tokens = requests_of(known), [tokens for phase in known for tokens in phase.tokens]
     whole = [(len(request["prompt"]) - 1) // BLOCK * BLOCK for request in requests]
-    path, read = clients(tmp_path / "clients", client), f"ucm:tier_load_bytes_total{{tier={name.lower()}}}"
+    path, read = clients(tmp_path / "clients", client), f"ucm:load_blocks_total{{tier={name.lower()}}}"  # at every step
     try:
         with start(prefix_runs, tmp_path / "engine", store, path, staging_deadline=LONG) as engine:
             check(engine, known, loaded=False, rows=range(len(requests) // 2))
