@@ -497,19 +497,20 @@ class PosixTier(Tier):
 
     def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
         """Set times of last use in every directory; a file system with whole seconds drops the mark of a pin."""
-        now = int(self.clock.time() * 1e9)
+        now = self.clock.time()
         leased, stored, refused = 0, 0, list[OSError]()
         for directory in self._directories:
             rules = directory.leases
             for key, depth in depths.items():
-                stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
-                change = partial(rules.joined, new=stamp, now=now)
-                if not until:
-                    change = partial(min, used_until(self.clock.time(), self._touch_seconds, depth))
+                if until:
+                    stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
+                    change = partial(rules.joined, new=stamp, now=int(now * 1e9))
+                else:
+                    change = partial(min, used_until(now, self._touch_seconds, depth))
                 path = directory.layout.block(key)
                 try:
                     kept = self._touch_when_free(path, change)
-                    leased += rules.is_pinned(kept, now) or not pinned
+                    leased += rules.is_pinned(kept, int(now * 1e9)) or not pinned
                 except FileNotFoundError:
                     continue
                 except OSError as error:

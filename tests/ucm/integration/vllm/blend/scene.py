@@ -14,7 +14,7 @@ from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.integration.vllm.metric_names import BLEND_REQUESTS
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
-from ucm.store.factory import open_store
+from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import Slab, SlabReader
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from ucm.clock import Event
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.metric_names import Metric
-    from ucm.store.base import BlockKey
+    from ucm.store.base import BlockKey, KVStore
     from ucm.testing.clock import SimulatedClock
 
 BLOCK = 16
@@ -108,6 +109,18 @@ class Scene:
         self.stores = [open_store(config, f"test/chunks/{rank}", GEOMETRY, clock=clock) for rank in range(ranks)]
         self.scheduler.prepare(ranks, lambda _: self.stores)
         self.readers = [SlabReader(clock=clock) for _ in range(ranks)]
+
+    def open_late(self, opens: Event, error: Exception | None = None) -> None:
+        """Let the store of the only rank open, or fail to, when ``opens`` is set."""
+
+        def late() -> KVStore:
+            opens.wait()
+            if error is not None:
+                raise error
+            return self.stores[0]
+
+        opening = OpeningStore(late, 30.0, clock=self.clock)
+        self.scheduler.prepare(1, lambda _: [opening])
 
     def answer(self, rank: int = 0, *, refused: bool = False) -> None:
         """A rank reports its piece geometry."""

@@ -12,14 +12,13 @@ from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chaine
 from ucm.blend import PIECE, Chunk
 from ucm.integration.vllm.blend.scheduler import ANSWERS_SECONDS, BlendPlan
 from ucm.integration.vllm.blend.staging import THREADS
-from ucm.store.factory import OpeningStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from ucm.integration.vllm.blend.staging import ChunkLookup
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.base import BlockKey
     from ucm.testing.clock import SimulatedClock
 
 A, B, C, QUESTION = tokens(1, 70), tokens(2, 40), tokens(3, 50), tokens(9, 10)
@@ -102,15 +101,8 @@ def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
     with Scene(clock, tmp_path, seconds=10.0) as scene:
         scene.answer()
         put_all(scene)
-
-        def late() -> KVStore:
-            opens.wait()
-            if not answers:
-                raise OSError("it is gone")
-            return scene.stores[0]
-
-        opening, one = OpeningStore(late, 30.0, clock=clock), request()
-        scene.scheduler.prepare(1, lambda _: [opening])
+        scene.open_late(opens, None if answers else OSError("it is gone"))
+        one = request()
         assert scene.scheduler.matched(one, 0, 0) is None
         clock.advance(scene.stager.seconds)
         assert scene.scheduler.matched(one, 0, 0) == 0
@@ -125,13 +117,7 @@ def test_once_all_threads_wait_for_a_store_no_further_request_does(clock: Simula
     with Scene(clock, tmp_path, seconds=2.0) as scene:
         scene.answer()
         put_all(scene)
-
-        def late() -> KVStore:
-            opens.wait()
-            return scene.stores[0]
-
-        opening = OpeningStore(late, 30.0, clock=clock)
-        scene.scheduler.prepare(1, lambda _: [opening])
+        scene.open_late(opens)
         waiting = [request(str(number)) for number in range(THREADS + 1)]
         assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [None] * (THREADS + 1)
         clock.advance(2.0)
