@@ -10,33 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ucm.config.problems import SECRET, Place, raise_for
+from ucm.config.problems import Place
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Mapping
 
 #: The key that names a file with the settings.
 FILE_KEY = "UCM_CONFIG_FILE"
 #: The name of the settings on vLLM's command line, for messages.
 INLINE = "kv_connector_extra_config"
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
-#: The most bytes of a file, and the most values in it once every alias is replaced by what it stands for.
-_MOST_BYTES, _MOST_VALUES = 1 << 20, 100_000
-
-#: What YAML 1.1 and 1.2 read alike, and as it looks: decimal numbers without leading zeros, true, false, null.
-_ALIKE = {
-    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9]*)"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"[-+]?((0|[1-9][0-9]*)\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+#: The most bytes of a file.
+_MOST_BYTES = 1 << 20
+#: The values without quotes that are no texts, by YAML 1.2 and without what 1.1 reads otherwise, such as ``010``.
+_VALUES = (
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
     ),
-    "tag:yaml.org,2002:bool": re.compile("true|True|TRUE|false|False|FALSE"),
-    "tag:yaml.org,2002:null": re.compile("~|null|Null|NULL"),
-}
-_TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
-#: What a text without quotes must not look like: a number of YAML 1.2, or one of other languages.
-_LIKE_A_NUMBER = re.compile(r"[-+]?(\.?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+)")
-_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", "~|null|Null|NULL", "~nN"),
+    ("merge", "<<", "<"),
+)
 
 
 @dataclass(frozen=True)
@@ -131,57 +129,9 @@ def path_problem(written: str) -> tuple[str, str] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads plain values only, and rejects duplicate keys, of which YAML keeps the last, and misleading values."""
+    """Loads plain values only, as YAML 1.2 reads them, and rejects duplicate keys, of which YAML keeps the last."""
 
-    def misread(self, root: yaml.Node, file: str) -> Iterator[ConfigError]:
-        """Yield the values without quotes that versions of YAML read differently, or otherwise than they look."""
-        waiting: list[tuple[yaml.Node, Place]] = [(root, Place(file))]
-        seen: set[int] = set()
-        while waiting:
-            node, place = waiting.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if isinstance(node, yaml.SequenceNode):
-                waiting += [(item, place.inside(number)) for number, item in enumerate(node.value)][::-1]
-            elif isinstance(node, yaml.MappingNode):
-                for key, value in node.value[::-1]:
-                    inside = place.inside(key.value) if isinstance(key, yaml.ScalarNode) else place
-                    waiting += [(value, inside), (key, inside)]
-            elif isinstance(node, yaml.ScalarNode) and (problem := self._misread(node)):
-                mark = node.start_mark
-                what, fix = problem
-                at = Place(f"{file}:{mark.line + 1}:{mark.column + 1}", place.path)
-                if place.path.startswith("store.tiers") or SECRET.search(place.path):  # it may be a password
-                    what, fix = "a value is read by YAML 1.1 otherwise than it looks", "write it in quotes"
-                    yield ConfigError(what, where=str(at), fix=fix)
-                else:
-                    yield ConfigError(what, where=f"{at} = {node.value}" if node.value else str(at), fix=fix)
-
-    def _misread(self, node: yaml.ScalarNode) -> tuple[str, str] | None:
-        """Return how a value is read otherwise than it looks, and what to write; None if it is not."""
-        text = node.value
-        quoted = f"'{text}', in quotes, if it is a text"
-        if node.tag == _TEXT:
-            plain = node.style is None and self.resolve(yaml.ScalarNode, text, (True, False)) == _TEXT  # type: ignore[no-untyped-call] # PyYAML has no types for it
-            if not plain or not (_LIKE_A_NUMBER.fullmatch(text) or _SEXAGESIMAL.fullmatch(text)):
-                return None
-            return f"{text} looks like a number, but is a text in YAML 1.1", f"write a decimal number, or {quoted}"
-        if node.tag == _MERGE:
-            return None
-        alike = _ALIKE.get(node.tag)
-        if alike is not None and alike.fullmatch(text):
-            return None
-        if not text:
-            return "there is no value", "write one after the colon, or remove the line"
-        try:
-            read: object = self.construct_object(node)
-        except (yaml.YAMLError, LookupError, ValueError, ArithmeticError):
-            return f"{text} is not what its tag says", f"write it without a tag, or {quoted}"
-        if not isinstance(read, bool | int | float):
-            return f"{text} is read as a {type(read).__name__} by YAML 1.1", f"write {quoted}"
-        shown = str(read).lower()
-        return f"{text} is read as {shown} by YAML 1.1", f"write {shown} if that is meant, or {quoted}"
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - as PyYAML declares it
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -191,6 +141,10 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+for _name, _pattern, _first in _VALUES:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"({_pattern})$"), list(_first))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -235,44 +189,21 @@ def _load(text: str, where: str) -> Any:
     """Return the content of a YAML document; None if it is empty.
 
     Raises:
-        ConfigError: If it is not YAML, or a value in it is not what it looks like.
+        ConfigError: If it is not YAML.
     """
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        if root is None:
+        if root is None or (isinstance(root, yaml.ScalarNode) and not root.value):
             return None
-        if _values(root) > _MOST_VALUES:
-            what = f"its aliases stand for more than {_MOST_VALUES} values"
-            raise ConfigError(what, where=where, fix="write the values out, without & and *")
-        if not (isinstance(root, yaml.ScalarNode) and not root.value):
-            raise_for(list(loader.misread(root, where)))
         return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         fix = "indent with spaces, not with tabs" if "\\t" in str(error.problem) else "correct that line"
         raise ConfigError(f"not YAML: {error.problem}", where=line, fix=fix) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # the last two: not what its tag says
         raise ConfigError(f"not YAML: {error}", where=where, fix="correct the file") from error
     except RecursionError:
-        what = "the file is nested too deeply, or an alias contains itself"
+        what = "the file is nested too deeply"
         raise ConfigError(what, where=where, fix="see docs/configuration.md for an example") from None
-
-
-def _values(root: yaml.Node) -> int:
-    """Return how many values a node is, once every alias in it is replaced by what it stands for.
-
-    Raises:
-        RecursionError: A node contains itself, or is nested too deeply.
-    """
-    known: dict[int, int] = {}
-
-    def count(node: yaml.Node) -> int:
-        if id(node) not in known:
-            items = node.value if isinstance(node, yaml.CollectionNode) else []
-            pairs = [pair if isinstance(pair, tuple) else (pair,) for pair in items]
-            known[id(node)] = 1 + sum(count(one) for pair in pairs for one in pair)
-        return known[id(node)]
-
-    return count(root)
