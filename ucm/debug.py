@@ -8,7 +8,6 @@
         connector.namespace               # the engine's namespace
         connector.lookup(token_ids)       # tokens that an engine would load
         connector.roundtrip()             # save, load and compare test blocks
-        connector.timings                 # seconds of each operation so far
 
 No engine is started and no weights are loaded, but vLLM has to be installed: its model classes determine the layout of
 the model's KV. ``ucm try`` does the same in a terminal.
@@ -18,18 +17,16 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
-from ucm.errors import UcmError
 from ucm.hashing.request_content import RequestContent
 from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
@@ -37,14 +34,14 @@ from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.factory import open_store, remove_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.request_hasher import RequestHasher
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
-    from ucm.store.base import BlockGeometry, KVStore, TaskResult, TierStats
+    from ucm.store.base import BlockGeometry, KVStore, TierStats
 
 #: The time limit for a test block to reach every tier, in seconds.
 FLUSH_SECONDS = 60.0
@@ -120,31 +117,11 @@ class RoundTrip:
         return self.blocks * self.block_bytes
 
 
-@dataclass
-class Timings:
-    """The seconds of every operation so far, by name: ``open``, ``lookup``, ``save`` and ``load``."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, operation: str, seconds: float) -> None:
-        """Record one operation."""
-        self.seconds.setdefault(operation, []).append(seconds)
-
-    def median(self, operation: str) -> float:
-        """Return the median of an operation.
-
-        Raises:
-            KeyError: The operation was never run.
-        """
-        return median(self.seconds[operation])
-
-
 def open_connector(
     config: str | Path | Mapping[str, Any],
     model: str | Path,
     *,
     engine_args: Mapping[str, Any] | None = None,
-    device: str | None = None,
 ) -> DebugConnector:
     """Open the stores of an engine without the engine.
 
@@ -153,23 +130,18 @@ def open_connector(
         model: The model's directory.
         engine_args: The engine's other arguments, as vLLM's ``EngineArgs`` names them. Pass the same as for the engine:
             ``dtype``, ``block_size``, ``kv_cache_dtype`` and others are part of the namespace.
-        device: The expected type of device, for instance ``cuda``; None for whatever vLLM finds.
 
     Raises:
         ConfigError: A setting is wrong.
         UcmError: There is no such model, or vLLM is not installed or refuses it.
     """
-    began = time.perf_counter()
-    opened = DebugConnector(*describe(config, model, engine_args, device))
-    opened.timings.add("open", time.perf_counter() - began)
-    return opened
+    return DebugConnector(*describe(config, model, engine_args))
 
 
 def describe(
     config: str | Path | Mapping[str, Any],
     model: str | Path,
     engine_args: Mapping[str, Any] | None = None,
-    device: str | None = None,
     *,
     of_all_ranks: bool = False,
 ) -> tuple[ConnectorConfig, EngineFacts]:
@@ -179,7 +151,7 @@ def describe(
     """
     extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
     settings = load_connector_config(extra)
-    return settings, describe_engine(Path(model), extra, engine_args, device, of_all_ranks=of_all_ranks)
+    return settings, describe_engine(Path(model), extra, engine_args, of_all_ranks=of_all_ranks)
 
 
 def find_blocks(
@@ -256,9 +228,7 @@ class DebugConnector:
     def __init__(self, settings: ConnectorConfig, facts: EngineFacts) -> None:
         self.settings = settings
         self.facts = facts
-        self.timings = Timings()
         self._config = settings.store.as_store_config()
-        self._profiling = False
         with ExitStack() as stack:
             self.stores: tuple[KVStore, ...] = tuple(
                 stack.enter_context(open_store(self._config, one.namespace, one.geometry)) for one in facts.stored
@@ -297,14 +267,12 @@ class DebugConnector:
         Raises:
             UcmError: The engine would not cache this prompt.
         """
-        with self._span("ucm.lookup"):
-            began = time.perf_counter()
-            groups = [stored.group for stored in self.facts.stored]
-            keys = [block_keys(self.facts, token_ids, group.chunk_tokens) for group in groups]
-            present = [store.lookup(of_group) for store, of_group in zip(self.stores, keys, strict=True)]
-            tokens = hit_length(self.settings, groups, present, len(token_ids))
-            seconds = time.perf_counter() - began
-        self.timings.add("lookup", seconds)
+        began = time.perf_counter()
+        groups = [stored.group for stored in self.facts.stored]
+        keys = [block_keys(self.facts, token_ids, group.chunk_tokens) for group in groups]
+        present = [store.lookup(of_group) for store, of_group in zip(self.stores, keys, strict=True)]
+        tokens = hit_length(self.settings, groups, present, len(token_ids))
+        seconds = time.perf_counter() - began
         leading = next((place for place, group in enumerate(groups) if group.needs_all), 0)
         missing = [key.hex() for key, there in zip(keys[leading], present[leading], strict=True) if not there]
         return Found(len(token_ids), tokens, next(iter(missing), ""), seconds)
@@ -313,8 +281,7 @@ class DebugConnector:
         """Save test blocks, load them into other memory, and compare every byte.
 
         The blocks have the geometry of the model's blocks and a separate namespace. They are deleted afterwards, unless
-        a third-party tier or store cannot delete. On an accelerator they start on the device and pass through pinned
-        host memory both ways.
+        a third-party tier or store cannot delete.
 
         Args:
             blocks: The number of blocks per KV-cache group.
@@ -326,29 +293,6 @@ class DebugConnector:
         if blocks < 1 or loads < 1:
             raise ValueError("a round trip needs at least one block and one load")
         return [self._trip(index, stored.geometry, blocks, loads) for index, stored in enumerate(self.facts.stored)]
-
-    @contextmanager
-    def profile(self, file: str | Path) -> Iterator[None]:
-        """Record the body of the ``with`` statement with torch's profiler.
-
-        Args:
-            file: The trace to write, for Perfetto or ``chrome://tracing``.
-
-        Raises:
-            UcmError: torch is not installed.
-        """
-        try:
-            from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415 - ucm imports without torch
-        except ImportError as error:
-            raise UcmError(f"torch cannot be imported: {error}", fix="leave out --profile") from error
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.facts.device == "cuda" else [])]
-        with profile(activities=activities) as profiler:
-            self._profiling = True
-            try:
-                yield
-            finally:
-                self._profiling = False
-        profiler.export_chrome_trace(str(file))
 
     def close(self) -> None:
         """Close the stores."""
@@ -362,100 +306,37 @@ class DebugConnector:
     ) -> None:
         self.close()
 
-    def _span(self, name: str) -> Any:
-        """Return a context manager that names its body in the trace."""
-        if not self._profiling:
-            return nullcontext()
-        from torch.profiler import record_function  # noqa: PLC0415 - the profiler has imported it
-
-        return record_function(name)
-
     def _trip(self, index: int, geometry: BlockGeometry, blocks: int, loads: int) -> RoundTrip:
         namespace = f"ucm-try-{os.getpid()}-{os.urandom(4).hex()}/g{index}"
         keys = [BlockKey(os.urandom(32)) for _ in range(blocks)]
-        memory = _Memory(self.facts.device, geometry, blocks)
-        saving, loading = partial(memory.transfers, keys, "out"), partial(memory.transfers, keys, "back")
-        problems: list[str] = []
-        result: TaskResult | None = None
-        times = []
+        content = np.random.default_rng().bytes(blocks * geometry.nbytes)
+        loaded = bytearray(len(content))
+        saving, loading = (_transfers(keys, geometry, memoryview(memory)) for memory in (content, loaded))
+        problems, times, tiers = [], [], tuple[str, ...]()
         try:
             with open_store(self._config, namespace, geometry) as store:
                 began = time.perf_counter()
-                with self._span("ucm.save"):
-                    memory.leave_device()
-                    failed = store.save(saving()).wait().failed
+                failed = store.save(saving).wait().failed
                 saved = time.perf_counter() - began
-                problems += [f"save: {reason}" for reason in dict.fromkeys(str(error) for error in failed.values())]
+                problems += [f"save: {reason}" for reason in dict.fromkeys(map(str, failed.values()))]
                 if not store.flush(FLUSH_SECONDS):
                     problems.append(f"save: not in every tier after {FLUSH_SECONDS:.0f} s")
                 for _ in range(0 if failed else loads):
-                    memory.clear()
+                    loaded[:] = bytes(len(loaded))
                     began = time.perf_counter()
-                    with self._span("ucm.load"):
-                        result = store.load(loading()).wait()
-                        memory.enter_device()
+                    result = store.load(loading).wait()
                     times.append(time.perf_counter() - began)
+                    tiers = tuple(dict.fromkeys(result.done.values()))
                     problems += [f"load: {error}" for error in result.failed.values()]
-                    if not result.failed and not memory.is_intact():
+                    if not result.failed and loaded != content:
                         problems.append("load: the bytes are not those that were saved, and no checksum failed")
         finally:
             remove_blocks(self._config, namespace, keys)
-        self.timings.add("save", saved)
-        for seconds in times:
-            self.timings.add("load", seconds)
-        tiers = tuple(dict.fromkeys(result.done.values())) if result is not None else ()
         return RoundTrip(index, blocks, geometry.nbytes, saved, tuple(times), tiers, tuple(problems))
 
 
-class _Memory:
-    """Test blocks in host memory; on an accelerator also on the device, and the host memory is pinned."""
-
-    def __init__(self, device: str, geometry: BlockGeometry, blocks: int) -> None:
-        self._geometry = geometry
-        nbytes = blocks * geometry.nbytes
-        content = np.frombuffer(np.random.default_rng().bytes(nbytes), dtype=np.uint8)
-        self._on_device: dict[str, Any] | None = None
-        if device == "cpu":
-            self._host = {"out": content, "back": np.zeros(nbytes, dtype=np.uint8)}
-            return
-        import torch  # noqa: PLC0415 - ucm imports without torch
-
-        self._pinned = {name: torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for name in ("out", "back")}
-        self._host = {name: tensor.numpy() for name, tensor in self._pinned.items()}
-        self._on_device = {
-            "out": torch.from_numpy(content.copy()).to(device),
-            "back": torch.zeros(nbytes, dtype=torch.uint8, device=device),
-        }
-
-    def leave_device(self) -> None:
-        """Copy the blocks to host memory, and wait for the copy."""
-        if self._on_device is not None:
-            self._pinned["out"].copy_(self._on_device["out"])
-
-    def enter_device(self) -> None:
-        """Copy the loaded blocks to the device, and wait for the copy."""
-        if self._on_device is not None:
-            self._on_device["back"].copy_(self._pinned["back"])
-
-    def clear(self) -> None:
-        """Overwrite the previously loaded blocks."""
-        self._host["back"].fill(0)
-        if self._on_device is not None:
-            self._on_device["back"].zero_()
-
-    def is_intact(self) -> bool:
-        """Return whether the loaded bytes equal the saved ones."""
-        if self._on_device is None:
-            return bool(np.array_equal(self._host["out"], self._host["back"]))
-        return bool((self._on_device["out"] == self._on_device["back"]).all().item())
-
-    def transfers(self, keys: Sequence[BlockKey], name: str) -> list[BlockTransfer]:
-        """Return the memory of all blocks, as transfers for the store."""
-        whole, found, start = self._host[name].data, [], 0
-        for key in keys:
-            slices = []
-            for size in self._geometry.slice_sizes:
-                slices.append(whole[start : start + size])
-                start += size
-            found.append(BlockTransfer(key, slices))
-        return found
+def _transfers(keys: Sequence[BlockKey], geometry: BlockGeometry, memory: memoryview) -> list[BlockTransfer]:
+    """Return transfers of blocks that lie back to back in memory."""
+    ends = list(accumulate(geometry.slice_sizes * len(keys), initial=0))
+    slices, count = [memory[a:b] for a, b in pairwise(ends)], len(geometry.slice_sizes)
+    return [BlockTransfer(key, slices[count * n : count * (n + 1)]) for n, key in enumerate(keys)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 LOOKUPS, LOADS, BLOCKS = 100, 10, 8
 #: Blocks of the test prompt, which is looked up by default.
 PROMPT_BLOCKS = 4
-TRACE = Path("ucm_try_trace.json")
 
 
 def add_parser(commands: Any) -> None:
@@ -35,17 +32,8 @@ def add_parser(commands: Any) -> None:
         epilog="Exit code: 0 every byte was loaded unchanged, 1 a block was lost or changed, 2 wrong usage.",
     )
     add_deployment(parser, prompt_required=False)
-    parser.add_argument("--device", metavar="TYPE", help="fail unless vLLM runs on this type of device, such as cuda")
     more = f"test blocks per KV-cache group (default: {BLOCKS})"
     parser.add_argument("--blocks", type=at_least(1), default=BLOCKS, metavar="N", help=more)
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        nargs="?",
-        const=TRACE,
-        metavar="FILE",
-        help=f"write a trace of torch's profiler (default: {TRACE})",
-    )
     parser.set_defaults(handle=handle)
 
 
@@ -58,19 +46,14 @@ def handle(options: argparse.Namespace) -> int:
     quieten()
     from ucm.debug import open_connector  # noqa: PLC0415 - every ``ucm`` command imports this module
 
-    with open_connector(
-        options.config, options.model, engine_args=options.engine_args, device=options.device
-    ) as connector:
+    with open_connector(options.config, options.model, engine_args=options.engine_args) as connector:
         say(_about(connector))
         token_ids = _prompt(options, connector)
-        with connector.profile(options.profile) if options.profile is not None else nullcontext():
-            found = [connector.lookup(token_ids) for _ in range(LOOKUPS)]
-            trips = connector.roundtrip(options.blocks, LOADS)
+        found = [connector.lookup(token_ids) for _ in range(LOOKUPS)]
+        trips = connector.roundtrip(options.blocks, LOADS)
         say(_lookups(found, given=options.prompt is not None or options.tokens is not None))
         for trip in trips:
             say(_trip(trip))
-        if options.profile is not None:
-            say([f"trace        {options.profile}"])
     return int(any(trip.problems for trip in trips))
 
 

@@ -121,7 +121,6 @@ def describe_engine(
     model: Path,
     extra_config: Mapping[str, Any],
     engine_args: Mapping[str, Any] | None = None,
-    device: str | None = None,
     *,
     of_all_ranks: bool = False,
 ) -> EngineFacts:
@@ -134,18 +133,14 @@ def describe_engine(
         model: The model's directory.
         extra_config: vLLM's ``kv_connector_extra_config``.
         engine_args: Further arguments of vLLM's ``EngineArgs``, for instance ``dtype``.
-        device: The expected type of device; None for whatever vLLM finds.
         of_all_ranks: Whether the engine may have several ranks.
 
     Raises:
-        UcmError: vLLM is not installed, refuses the model or the arguments, or runs on another device; or the engine
-            would store nothing.
+        UcmError: vLLM is not installed, or refuses the model or the arguments; or the engine would store nothing.
     """
     model_config(model)
     config = _engine_config(model, extra_config, engine_args or {})
     kind = str(config.device_config.device_type)
-    if device is not None and device != kind:
-        raise UcmError(f"vLLM runs on {kind} here, not on {device}", where=f"device: {device}", fix=f"use {kind}")
     one = config
     if config.parallel_config.world_size > 1:
         if not of_all_ranks:
