@@ -29,9 +29,6 @@ PROMPTS: dict[str, Any] = {
     "aborted": [1, 5, 9, 13],
     "source": "text",
 }
-#: What a tier's process reports.
-RATES = {"save": 1.0, "write": 2.0, "load hot": 3.0, "read hot": 4.0, "load cold": 0.5, "read cold": 1.0}
-RATES |= {"memcpy": 10.0}
 
 
 def told(phase: str, number: int, *, loaded: bool) -> dict[str, Any]:
@@ -79,9 +76,6 @@ class Engines:
         self.spend()
         outcome, output = self.outcomes.get(name, (FINISHED, ""))
         (directory / LOG).write_text(output, encoding="utf-8")
-        if name.startswith("tier-"):
-            (directory / RESULT).write_text(json.dumps(RATES), encoding="utf-8")
-            return Ended(outcome, directory)
         parts: list[dict[str, Any]] = [{"about": {"workers": [WORKER], "dtype": "bfloat16", "versions": {"vllm": "9"}}}]
         if name == "plain":
             parts.append({"prompts": PROMPTS})
