@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ucm.sparse.outcomes import OUTCOMES
 
@@ -56,13 +56,6 @@ class Metric:
     buckets: tuple[float, ...] = ()
     known: tuple[tuple[str, ...], ...] = ((),)
     stat: str = ""
-
-
-class Counting(Protocol):
-    """Counts."""
-
-    def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
-        """Add to a metric's value with these label values, joined by dots."""
 
 
 #: A lookup takes microseconds if all is staged, or as long as reading a long prompt if nothing is.

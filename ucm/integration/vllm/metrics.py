@@ -11,7 +11,7 @@ import logging
 import os
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ucm.clock import SYSTEM
 from ucm.compat import connector_abilities, optional
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
 #: The interval at which the tiers' own counters are read.
 TIER_SECONDS = 5.0
-#: The tier of blocks whose origin the caller does not give.
-UNKNOWN_TIER = "unknown"
-
-
-class HasTiers(Protocol):
-    """A store's counters."""
-
-    def stats(self) -> Mapping[str, TierStats]:
-        """A snapshot of each tier's counters."""
 
 
 class ConnectorCounters:
@@ -64,9 +55,7 @@ class ConnectorCounters:
         self._publish = publish
         self._clock = clock
         self._data: StatsData = {}
-        self._lookups: list[tuple[int, int, float]] = []  # these are added to the counts once per step
-        self._hashings: list[tuple[int, float]] = []
-        self._stores: list[HasTiers] = []
+        self._stores: list[Callable[[], Mapping[str, TierStats]]] = []
         self._methods: list[tuple[Callable[[], Mapping[str, float]], dict[str, float]]] = []
         self._tiers: dict[tuple[int, str], Counter[tuple[str, str]]] = {}
         self._look_again = 0.0
@@ -85,15 +74,17 @@ class ConnectorCounters:
             hit_tokens: How many of them will be loaded from the store.
             seconds: Its duration.
         """
-        self._lookups.append((queried_tokens, hit_tokens, seconds))
+        self.add(names.LOOKUPS, 1, "hit" if hit_tokens else "miss")
+        self.add(names.QUERIED_TOKENS, queried_tokens)
+        self.add(names.MATCHED_TOKENS, hit_tokens)
+        self._observe(names.LOOKUP_DURATION, seconds)
 
     def hashed(self, blocks: int, seconds: float) -> None:
         """Count computed block keys."""
-        self._hashings.append((blocks, seconds))
+        self.add(names.HASHED_BLOCKS, blocks)
+        self.add(names.HASH_SECONDS, seconds)
 
-    def loaded(
-        self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
-    ) -> None:
+    def loaded(self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str], tokens_per_block: int = 0) -> None:
         """Count loaded blocks, or layers of them.
 
         Args:
@@ -107,7 +98,7 @@ class ConnectorCounters:
         if not nbytes:
             return
         if blocks:
-            for tier, count in Counter(tiers).items() if tiers is not None else [(UNKNOWN_TIER, blocks)]:
+            for tier, count in Counter(tiers).items():
                 self.add(names.LOAD_BLOCKS, count, tier)
                 if tokens_per_block:
                     self.add(names.HIT_TOKENS, count * tokens_per_block, tier)
@@ -147,9 +138,9 @@ class ConnectorCounters:
         """
         self.add(names.FAILURES, blocks, f"{operation}.{cause}")
 
-    def watch(self, store: HasTiers) -> None:
-        """Read a store's tier counters every few seconds from now on."""
-        self._stores.append(store)
+    def watch(self, stats: Callable[[], Mapping[str, TierStats]]) -> None:
+        """Read a store's tier counters, `KVStore.stats`, every few seconds from now on."""
+        self._stores.append(stats)
         self._look_again = 0.0
 
     def watch_method(self, figures: Callable[[], Mapping[str, float]]) -> None:
@@ -183,7 +174,6 @@ class ConnectorCounters:
             self._look_again = now + TIER_SECONDS
             self._look_at_tiers()
             self._look_at_methods()
-        self._add_requests()
         if not self._data:
             return None
         data, self._data = self._data, {}
@@ -206,24 +196,6 @@ class ConnectorCounters:
         if isinstance(found, list):
             found.append(value)
 
-    def _add_requests(self) -> None:
-        """Add the lookups and the hashing of the step's requests to the counts."""
-        if self._hashings:
-            hashings, self._hashings = self._hashings, []
-            self.add(names.HASHED_BLOCKS, sum(blocks for blocks, _ in hashings))
-            self.add(names.HASH_SECONDS, sum(seconds for _, seconds in hashings))
-        if not self._lookups:
-            return
-        lookups, self._lookups = self._lookups, []
-        hits = sum(hit > 0 for _, hit, _ in lookups)
-        for outcome, count in (("hit", hits), ("miss", len(lookups) - hits)):
-            if count:
-                self.add(names.LOOKUPS, count, outcome)
-        self.add(names.QUERIED_TOKENS, sum(queried for queried, _, _ in lookups))
-        self.add(names.MATCHED_TOKENS, sum(hit for _, hit, _ in lookups))
-        for _, _, seconds in lookups:
-            self._observe(names.LOOKUP_DURATION, seconds)
-
     def _look_at_methods(self) -> None:
         for figures, before in self._methods:
             for figure, value in figures().items():
@@ -235,8 +207,8 @@ class ConnectorCounters:
                     before[figure] = value
 
     def _look_at_tiers(self) -> None:
-        for number, store in enumerate(self._stores):
-            for tier, stats in store.stats().items():
+        for number, of_store in enumerate(self._stores):
+            for tier, stats in of_store().items():
                 self._rises((number, tier), stats)
                 for metric in names.TIER_STATES:
                     value = getattr(stats, metric.stat)

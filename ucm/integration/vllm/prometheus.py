@@ -193,23 +193,16 @@ def _metrics(counter: Any, gauge: Any, histogram: Any, labelnames: tuple[str, ..
 
     vLLM unregisters its own metrics (by their prefix) whenever it creates its loggers again, but not ours.
     """
-    made = {}
+    made, classes = {}, dict(zip(Kind, (counter, gauge, histogram), strict=True))
     for metric in METRICS.values():
-        labels = [*labelnames, *metric.labels]
-        if metric.kind is Kind.COUNTER:
-            made[metric.name] = counter(name=metric.name, documentation=metric.documentation, labelnames=labels)
-        elif metric.kind is Kind.GAUGE:
-            made[metric.name] = gauge(
-                name=metric.name,
-                documentation=metric.documentation,
-                labelnames=labels,
-                multiprocess_mode=GAUGE_MODE,
-            )
-        else:
-            made[metric.name] = histogram(
-                name=metric.name,
-                documentation=metric.documentation,
-                labelnames=labels,
-                buckets=list(metric.buckets),
-            )
+        more: dict[Kind, dict[str, Any]] = {
+            Kind.GAUGE: {"multiprocess_mode": GAUGE_MODE},
+            Kind.HISTOGRAM: {"buckets": list(metric.buckets)},
+        }
+        made[metric.name] = classes[metric.kind](
+            name=metric.name,
+            documentation=metric.documentation,
+            labelnames=[*labelnames, *metric.labels],
+            **more.get(metric.kind, {}),
+        )
     return made

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
-    from ucm.integration.vllm.metric_names import Counting
+    from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.memory.slab import Slab, SlabAddress
 
@@ -216,7 +216,7 @@ class BlendScheduler:
         block_size: int,
         slab: Slab,
         stager: ChunkStager,
-        counters: Counting,
+        counters: ConnectorCounters,
         *,
         batches: int = 1,
         loads: bool = True,

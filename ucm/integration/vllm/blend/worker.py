@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
-    from ucm.integration.vllm.metric_names import Counting
+    from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import KVStore, Task
     from ucm.store.memory.slab import SlabAddress
 
@@ -78,7 +78,7 @@ class BlendWorker:
         caches: LayerCaches,
         model: Any,
         settings: BlendSettings,
-        counters: Counting,
+        counters: ConnectorCounters,
         *,
         most_tokens: int,
         rank: int = 0,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import WeightsReport
     from ucm.integration.vllm.connector.staging import Stager
+    from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import Row
     from ucm.vllm_types import Request, SchedulerOutput
@@ -83,22 +84,6 @@ class KeySource(Protocol):
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
-
-
-class LookupCounters(Protocol):
-    """Counts lookups of the scheduler side."""
-
-    def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
-        """Count the lookup of a request's prefix."""
-
-    def hashed(self, blocks: int, seconds: float) -> None:
-        """Count the hashing of a request's blocks."""
-
-    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
-        """Count blocks that could not be loaded or saved."""
-
-    def hinted(self, outcome: str) -> None:
-        """Count a request that asks for a lease, by ``retained`` or ``malformed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +193,7 @@ class RequestState:
     retain: float = 0.0
 
 
-def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
+def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: ConnectorCounters) -> list[BlockMoves]:
     """Return late saves without chunks that the step may write before they are saved; count those as lost."""
     for moves in late:
         left = [(key, blocks) for key, blocks in moves.chunks() if written.isdisjoint(blocks)]
@@ -235,7 +220,7 @@ class PrefixCacheScheduler:
         groups: CacheGroups,
         key_source: KeySource,
         stager: Stager,
-        counters: LookupCounters,
+        counters: ConnectorCounters,
         options: PlanningOptions,
         *,
         clock: Clock = SYSTEM,

@@ -333,7 +333,7 @@ class SchedulerSide:
             ]
         stores = [store for of_group in self._stores.values() for store in of_group]
         for store in stores:
-            self.counters.watch(store)
+            self.counters.watch(store.stats)
         count = f"{len(stores)} {'store' if len(stores) == 1 else 'stores'}"
         get_logger(__name__).info("[UCM.Connector] namespace %s, %s to look up", where, count)
         self.scheduler.stager.begin(self._stores, geometries)
@@ -599,7 +599,7 @@ class WorkerSide:
         room = min(config.save_queue_bytes, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
         config = replace(config, save_queue_bytes=room)  # the store hurries when much of it is in use
         store = opening_store(config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
-        self.counters.watch(store)
+        self.counters.watch(store.stats)
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room, clock=self._clock)
         return StagedTransfer(memory, store, self._slab, save_queue_bytes=room, clock=self._clock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ucm.background import call_within, wait_while_it_shrinks
 from ucm.clock import SYSTEM
@@ -14,31 +14,17 @@ from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Container, Iterator, Mapping
 
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.integration.vllm.connector.transfer import GroupTransfer
+    from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey, StoreError, Task, TaskResult
 
 logger = get_logger(__name__)
-
-
-class TransferCounters(Protocol):
-    """Counts a worker's transfers."""
-
-    def loaded(
-        self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
-    ) -> None:
-        """Count loaded blocks."""
-
-    def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Count saved blocks."""
-
-    def failed(self, operation: str, cause: str, blocks: int) -> None:
-        """Count blocks that failed to load or to be saved."""
 
 
 #: Stored blocks kept for ``take_stored``, which a connector around this one may never call; the oldest are dropped.
@@ -97,7 +83,7 @@ class TransferWorker:
     def __init__(
         self,
         groups: Mapping[int, GroupTransfer],
-        counters: TransferCounters,
+        counters: ConnectorCounters,
         *,
         places: Mapping[int, int],
         saves: Container[int],

@@ -12,6 +12,7 @@ from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import REFUSED, BlendScheduler
 from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.integration.vllm.metric_names import BLEND_REQUESTS
+from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import OpeningStore, open_store
@@ -73,10 +74,11 @@ class Request:
         self.name_blocks()
 
 
-class Counted:
+class Counted(ConnectorCounters):
     """Counters that record outcomes in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.outcomes: list[str] = []
 
     def add(self, metric: Metric, value: float = 1, key: str = "") -> None:

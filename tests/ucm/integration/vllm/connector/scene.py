@@ -11,6 +11,7 @@ from tests.ucm.integration.vllm.connector.simulation.truth import STATE, Keys
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
+from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockCorruptError, BlockGeometry, KVStore, TransferTask
 from ucm.store.memory.slab import PAGE, Slab
 
@@ -95,10 +96,11 @@ class KeyStore(KVStore):
         pass
 
 
-class Counted:
+class Counted(ConnectorCounters):
     """Counters that record lookups."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[int, int]] = []
         self.failures: list[str] = []
         self.hints: list[str] = []
@@ -106,9 +108,6 @@ class Counted:
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
         assert seconds >= 0
         self.calls.append((queried_tokens, hit_tokens))
-
-    def hashed(self, blocks: int, seconds: float) -> None:
-        pass
 
     def hinted(self, outcome: str) -> None:
         self.hints.append(outcome)

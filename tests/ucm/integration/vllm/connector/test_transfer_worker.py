@@ -15,6 +15,7 @@ from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import (
     BlockCorruptError,
     BlockKey,
@@ -135,8 +136,9 @@ def _layers(layers: range) -> str:
     return f" layers {layers.start}-{layers.stop}" if layers and len(layers) < len(LAYERS) else ""
 
 
-class Counts:
+class Counts(ConnectorCounters):
     def __init__(self) -> None:
+        super().__init__()
         self.blocks: Counter[str] = Counter()
 
     def loaded(
@@ -153,7 +155,7 @@ class Counts:
         assert seconds >= 0
         self.blocks["saved"] += blocks
 
-    def failed(self, operation: str, cause: str, blocks: int) -> None:
+    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         self.blocks[f"{operation}.{cause}"] += blocks
 
 

@@ -28,9 +28,10 @@ from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ucm.store.base import KVStore
+    from ucm.store.base import TierStats
     from ucm.testing.clock import SimulatedClock
 
 MOVES = [BlockMoves("r", 0, [], [], [])]
@@ -195,14 +196,14 @@ def test_the_first_rank_tells_what_a_sparse_method_has_counted(
 
 
 class Watching(Counts):
-    """Counters that record the stores whose tiers they read."""
+    """Counters that record what they read of stores."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stores: list[KVStore] = []
+        self.watched: list[Callable[[], Mapping[str, TierStats]]] = []
 
-    def watch(self, store: KVStore) -> None:
-        self.stores.append(store)
+    def watch(self, stats: Callable[[], Mapping[str, TierStats]]) -> None:
+        self.watched.append(stats)
 
     def close(self) -> None:
         pass
@@ -222,7 +223,7 @@ class Begun:
         self.settings = load_connector_config(extra, clock=clock)
         self.side = WorkerSide(engine, None, self.settings, base, clock=clock)
         self.counts = Watching()
-        self.side.counters = self.counts  # type: ignore[assignment] # as much of them as is used
+        self.side.counters = self.counts
         group = CacheGroup(0, 4, None, {}, ("layer",))
         self.cache = tensor((2, 4, 4, 8))
         with patch.object(kv_cache, "_storage", lambda found: memoryview(found.raw)):
@@ -294,8 +295,8 @@ def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     assert worker.counts.blocks == {"save.timeout": 2}
     frozen.thawed.set()
     clock.run_until_idle()
-    [store] = worker.counts.stores
-    assert store.stats(), "it is open"
+    [stats] = worker.counts.watched
+    assert stats(), "it is open"
     worker.step(2, 3)
     worker.side.close()
     assert worker.counts.blocks == {"save.timeout": 2, "saved": 2}

@@ -16,6 +16,7 @@ from tests.ucm.integration.vllm.connector.simulation.scheduler import Scheduler
 from tests.ucm.integration.vllm.connector.simulation.truth import END, VOCABULARY, next_token
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
+from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.memory.slab import PAGE, Slab
@@ -41,22 +42,6 @@ def open_blocks(
     """Return a rank's store of one group."""
     config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
     return open_store(config, f"model/rank{rank}-g{group}", geometry, clock=clock)
-
-
-class Uncounted:
-    """A counter that is never read."""
-
-    def looked_up(self, *_: object) -> None:
-        pass
-
-    def hashed(self, blocks: int, seconds: float) -> None:
-        pass
-
-    def hinted(self, outcome: str) -> None:
-        pass
-
-    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
-        pass
 
 
 class Engine:
@@ -103,7 +88,7 @@ class Engine:
             groups,
             keys,
             stager,
-            Uncounted(),
+            ConnectorCounters(),
             PlanningOptions(
                 batches=setting.batches,
                 save_decode_blocks=setting.save_decode_blocks,

@@ -10,6 +10,7 @@ from ucm.integration.vllm.connector import kv_cache
 from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
@@ -26,19 +27,6 @@ class OpenStore(Protocol):
     """Opens a rank's store of one group."""
 
     def __call__(self, rank: int, group: int, geometry: BlockGeometry) -> KVStore: ...
-
-
-class Uncounted:
-    """Counters that are never read."""
-
-    def loaded(self, *_: object) -> None:
-        pass
-
-    def saved(self, *_: object) -> None:
-        pass
-
-    def failed(self, *_: object) -> None:
-        pass
 
 
 class Rank:
@@ -64,7 +52,7 @@ class Rank:
         transfers = {group.index: self._transfer(group, setting) for group in groups.groups}
         self.worker = (LayerWiseWorker if setting.layerwise else TransferWorker)(
             transfers,
-            Uncounted(),
+            ConnectorCounters(),
             places={group.index: number for group in groups.groups},
             saves=set(transfers),
             between_steps=setting.between_steps,
