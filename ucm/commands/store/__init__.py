@@ -12,8 +12,8 @@ gives the name), ``blocks``, ``bytes``. A directory's namespace has ``namespace`
 ``bytes``, ``uncompressed_bytes`` (null if unknown), ``leased_bytes``, ``pinned_bytes`` (among the former),
 ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
 
-``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null if
-the file system does not record it), ``used``; ``matching`` and ``matching_bytes`` also count those beyond the limit.
+``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``used``;
+``matching`` and ``matching_bytes`` also count those beyond the limit.
 
 ``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``authentic`` (blocks authenticated
 by the key of the configuration; null if it names none), ``damaged`` by cause, and ``problems``, each with

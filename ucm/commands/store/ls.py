@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import heapq
-import os
-import struct
 import time
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.commands.options import say, say_json, table
@@ -97,10 +93,8 @@ def _text(shown: list[Listed]) -> list[str]:
         groups.setdefault((directory.path, block.layout.namespace), []).append(block)
     lines = []
     for (path, namespace), blocks in groups.items():
-        rows = [("key", "bytes", "made", "last used")]
-        rows += [
-            (block.key.hex(), format_size(block.nbytes), ago(made(block.path)), ago(block.used)) for block in blocks
-        ]
+        rows = [("key", "bytes", "last used")]
+        rows += [(block.key.hex(), format_size(block.nbytes), ago(block.used)) for block in blocks]
         lines += [f"{path}: {namespace}", *(f"  {line}" for line in table(rows, right=(1,))), ""]
     return lines
 
@@ -114,34 +108,5 @@ def _data(listed: Listed) -> dict[str, Any]:
         "key": block.key.hex(),
         "path": block.path,
         "bytes": block.nbytes,
-        "made": iso(made(block.path)),
         "used": iso(block.used),
     }
-
-
-_AT_FDCWD = -100
-_AT_SYMLINK_NOFOLLOW = 0x100
-_STATX_BTIME = 0x800
-_STATX_NBYTES = 256
-#: ``stx_mask`` and, 80 bytes on, ``stx_btime`` of ``struct statx``; see statx(2).
-_MASK, _BTIME = struct.Struct("=I"), struct.Struct("=qI")
-_BTIME_AT = 80
-
-
-@cache
-def _statx() -> Any:
-    return getattr(ctypes.CDLL(None), "statx", None)
-
-
-def made(path: str) -> float | None:
-    """Return a file's creation time, in seconds since the epoch; None if the system does not record it."""
-    statx = _statx()
-    if statx is None:
-        return None
-    found = ctypes.create_string_buffer(_STATX_NBYTES)
-    if statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, found):
-        return None
-    if not _MASK.unpack_from(found)[0] & _STATX_BTIME:
-        return None
-    seconds, nanoseconds = _BTIME.unpack_from(found, _BTIME_AT)
-    return float(seconds + nanoseconds / 1e9)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
-from ucm.commands.store import ls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,24 +69,10 @@ def test_by_size_and_by_key(kept: Kept, ask: Callable[..., Answer]) -> None:
 def test_the_text(kept: Kept, ask: Callable[..., Answer]) -> None:
     lines = ask("ls", "--directory", kept.root, "--namespace", BIG, "--limit", 2).out.splitlines()
     assert lines[0] == f"{kept.root}: {BIG}"
-    assert lines[1].split() == ["key", "bytes", "made", "last", "used"]
+    assert lines[1].split() == ["key", "bytes", "last", "used"]
     assert lines[2].split()[0] == kept.keys[BIG][0].hex()
     assert lines[3].endswith("24 h ago")
     assert lines[5] == "10 blocks, 1.29 MiB; shown: 2, all with --limit 0"
-
-
-def test_when_a_block_was_made(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = kept.path(BIG, 0)
-    made = ls.made(str(path))
-    if made is None:
-        pytest.skip("this file system does not tell when files were made")
-    os.utime(path, (0, 0))
-    assert ls.made(str(path)) == made
-    assert abs(made - path.stat().st_ctime) < 600
-    assert ls.made(f"{path}-nowhere") is None
-    monkeypatch.setattr(ls, "_statx", lambda: None)
-    assert ls.made(str(path)) is None
-    assert ask("ls", "--json", "--directory", kept.root).data["blocks"][0]["made"] is None
 
 
 def test_filters_that_contradict_each_other(kept: Kept, ask: Callable[..., Answer]) -> None:
