@@ -1,10 +1,9 @@
 """``ucm doctor``: check whether the overlay is active on this environment's vLLM; if not, say why and what to do.
 
-The static checks import neither vLLM nor torch and create no files. If other packages provide vLLM plugins, a child
-process loads these and reports which of the overlay's functions they replace. ``--config FILE`` also checks a settings
-file, as an engine does when it creates its connector. ``--run`` starts a short real engine in a child process and
-counts the hooks that fire in each of its processes. With both, a second engine tries the sparse method or the blending
-of the file; the finding ``trial`` says what it did.
+The static checks import neither vLLM nor torch and create no files. ``--config FILE`` also checks a settings file, as
+an engine does when it creates its connector. ``--run`` starts a short real engine in a child process and counts the
+hooks that fire in each of its processes. With both, a second engine tries the sparse method or the blending of the
+file; the finding ``trial`` says what it did.
 
 ``ucm doctor --json`` prints one object. Its keys are stable; new ones may be added. Unknown values are null, paths are
 absolute.

@@ -9,18 +9,16 @@ import importlib.util
 import json
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import many
 from ucm.doctor.findings import Finding, Status, has_error
 from ucm.engine_process import connector, model_config
 from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import FILE_KEY, method_of_file
 from ucm.sparse.base import require_hooks
-from ucm.sparse.factory import OFFLOADING, method_class
+from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +32,7 @@ MODEL = "model"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
-MEMORY, OFFLOADED, _IN_MEMORY = "memory tier", "offloaded blocks", frozenset({"Dram", "Cache"})
+MEMORY, _IN_MEMORY = "memory tier", frozenset({"Dram", "Cache"})
 NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its weights, vLLM's own settings"
 
 
@@ -103,46 +101,16 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
 
 
 def _check_memory(config: ConnectorConfig) -> list[Finding]:
-    """Say what the Dram tier's directory holds; nothing if there is none yet."""
+    """Check that the Dram tier's directory is in memory; nothing if there is none yet."""
     root = config.store.dram_directory
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
         return []
-    from ucm.config.settings import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
-    from ucm.store.inspection import take_stock_of_memory  # noqa: PLC0415 - likewise
-    from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - likewise
+    from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - few configurations need it, and what it needs
 
-    if not in_memory(root):
-        todo = ("name a directory below /dev/shm as dram_directory, or use the Posix tier for a disk",)
-        return [Finding(MEMORY, Status.ERROR, f"{root} is not in a tmpfs, so an engine refuses it", todo=todo)]
-    try:
-        stock = take_stock_of_memory(root)
-    except OSError as error:
-        return [Finding(MEMORY, Status.WARNING, f"{root} cannot be read: {error.strerror}")]
-    held = f"{many(stock.blocks, 'block', 'blocks')} in {many(stock.segments, 'segment', 'segments')}"
-    what = f"{root} holds {held} of {format_size(stock.nbytes)} in all"
-    return [Finding(MEMORY, Status.OK, what)]
-
-
-def _check_offloaded(file: Path) -> list[Finding]:
-    """Say what dead engines with ``ESA`` have left behind; nothing if there is nothing."""
-    from ucm.commands.store.places import offload_directories  # noqa: PLC0415 - it needs pydantic
-    from ucm.config.settings import format_size  # noqa: PLC0415 - likewise
-    from ucm.store.inspection import left_behind  # noqa: PLC0415 - likewise
-    from ucm.store.posix.layout import namespaces  # noqa: PLC0415 - likewise
-
-    found = []
-    for _, root in offload_directories(file):
-        try:
-            files = [it for layout in namespaces(root) if layout.is_abandoned for it in left_behind(layout, 0.0)]
-        except OSError as error:
-            found.append(Finding(OFFLOADED, Status.WARNING, f"{error.filename} cannot be read: {error.strerror}"))
-            continue
-        if files:
-            taken = format_size(sum(it.nbytes for it in files))
-            what = f"{root} holds {taken} of dead engines with the sparse method ESA"
-            todo = (f"{sys.executable} -m ucm store gc --config {file}",)
-            found.append(Finding(OFFLOADED, Status.WARNING, what, todo=todo))
-    return found
+    if in_memory(root):
+        return []
+    todo = ("name a directory below /dev/shm as dram_directory, or use the Posix tier for a disk",)
+    return [Finding(MEMORY, Status.ERROR, f"{root} is not in a tmpfs, so an engine refuses it", todo=todo)]
 
 
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
@@ -193,8 +161,7 @@ def check_sparse(file: Path) -> list[Finding]:
 
     what = f"the method {name} is installed, and its options are valid"
     drafts = f"with --speculative-config: {limit_of_drafts(served=method.serves_drafts)}"
-    valid = Finding(SPARSE, Status.OK, what, (*method.advice(options), drafts))
-    return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]
+    return [Finding(SPARSE, Status.OK, what, (*method.advice(options), drafts))]
 
 
 def check_model(model: Path) -> tuple[Finding, dict[str, Any]]:

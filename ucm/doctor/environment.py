@@ -6,7 +6,6 @@ is identified by its files, without importing it.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -42,6 +41,8 @@ PTH = f"{OVERLAY_PACKAGE}.pth"
 CUSTOMISATIONS = ("sitecustomize", "usercustomize")
 #: Words that show that a start-up file or an import hook affects vLLM.
 TOUCHES_VLLM = re.compile(r"(?<![A-Za-z0-9_])(vllm|ucm|uc[-_]manager|unified[-_]cache)", re.IGNORECASE)
+#: Texts that are paths, and comments.
+_ASIDE = re.compile(r"""(["'])[^"'\n]*[/\\][^"'\n]*\1|#[^\n]*""")
 #: The distribution of another ``ucm``, which patches vLLM when Python starts.
 UC_MANAGER = "uc-manager"
 #: Packages whose import hooks only handle their own modules.
@@ -380,31 +381,8 @@ def start_up_files() -> list[StartUpFile]:
 
 
 def touches_vllm(code: str) -> bool:
-    """Return whether code that runs at interpreter start names vLLM or UCM, other than in a path or a comment.
-
-    Args:
-        code: A line of a .pth file, or a whole file; text that is not valid Python is searched as it is.
-    """
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError):
-        return TOUCHES_VLLM.search(code) is not None
-    return any(TOUCHES_VLLM.search(name) for node in ast.walk(tree) for name in _names(node))
-
-
-def _names(node: ast.AST) -> list[str]:
-    """Return the names in a node of a syntax tree: modules, variables, attributes, and strings that are not paths."""
-    match node:
-        case ast.Import() | ast.ImportFrom():
-            module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
-            return [module, *(alias.name for alias in node.names)]
-        case ast.Name():
-            return [node.id]
-        case ast.Attribute():
-            return [node.attr]
-        case ast.Constant(value=str(text)) if not {"/", "\\"} & set(text):
-            return [text]
-    return []
+    """Return whether code that runs at interpreter start names vLLM or UCM, other than in a path or a comment."""
+    return TOUCHES_VLLM.search(_ASIDE.sub("", code)) is not None
 
 
 def import_hooks() -> ImportHooks:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import tempfile
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.doctor.environment import OVERLAY_PACKAGE, normalised, package_directories
+from ucm.doctor.environment import OVERLAY_PACKAGE, package_directories
 from ucm.doctor.findings import Finding, Status
-from ucm.engine_process import run_child
 from ucm.errors import PIP
-from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.finder import builder_of, how_to_build, how_to_get, sha256_of
@@ -309,43 +305,3 @@ def _check_further(manifest: Manifest) -> Finding:
         return Finding(OVERLAY, Status.ERROR, what, details, (f"{todo}: {how_to_build(manifest)}",))
     what = f"{name} {manifest.version} for {manifest.title} {manifest.release}: {len(on)} of {len(states)} modules"
     return Finding(OVERLAY, Status.OK, what, (str(manifest.directory),))
-
-
-CHECK = "replaced functions"
-#: vLLM's entry-point groups for plugins, which it loads in each of its processes.
-GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-#: The time limit for importing vLLM and its plugins, in seconds.
-PATIENCE = 300.0
-
-
-def other_plugins(vllm: Vllm) -> list[str]:
-    """Return the vLLM plugins that are neither ours nor vLLM's own, each with its distribution."""
-    found = []
-    for distribution in metadata.distributions():
-        name = normalised(distribution.metadata["Name"] or "")
-        if name != vllm.distribution:
-            every = list(distribution.entry_points)
-            is_overlay = any(point.group == OVERLAYS for point in every)
-            points = [point for point in every if point.group in GROUPS and not is_overlay]
-            found += [f"{point.name} ({name} {distribution.version})" for point in points]
-    return sorted(set(found))
-
-
-def check_replaced(vllm: Vllm) -> Finding:
-    """Check that the overlay's functions are still in place after all vLLM plugins have been loaded."""
-    plugins = other_plugins(vllm)
-    if not plugins:
-        return Finding(CHECK, Status.OK, "no other package provides vLLM plugins")
-    loaded = tuple(f"plug-in: {plugin}" for plugin in plugins)
-    with tempfile.TemporaryDirectory(prefix="ucm-doctor-") as directory:
-        ended = run_child("ucm.doctor.plugin_run", Path(directory), {}, PATIENCE)
-        if ended.failure:
-            what = f"a process that loads vLLM and its plugins {ended.failure}, so it is unknown what they replace"
-            todo = ("find the plugin that fails",)
-            return Finding(CHECK, Status.WARNING, what, (*loaded, *ended.tail[-10:]), todo)
-        (replaced,) = ended.results()
-    if replaced:
-        what = f"{len(replaced)} of the overlay's functions are replaced: features that need them will be refused"
-        todo = ("uninstall the package that replaces them if you want such a feature",)
-        return Finding(CHECK, Status.WARNING, what, (*loaded, *replaced), todo)
-    return Finding(CHECK, Status.OK, "no other plugin replaces any of the overlay's functions", loaded)

@@ -139,8 +139,6 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     findings.append(environment.check_switches(on, manifest.needs if manifest else {}, disabled))
     if overlay is not None:
         findings.append(environment.check_plugins())
-    if manifest is not None and vllm is not None and active and not has_error(findings):
-        findings.append(overlay_checks.check_replaced(vllm))
     # Without an overlay the connectors run, even where a sparse method needs one.
     broken = has_error(finding for finding in findings if overlays or finding is not of_overlay)
     findings += config_checks.check_connector(vllm, config, settings, broken=broken)

@@ -65,23 +65,6 @@ def write_vllm(site: Path, release: str = RELEASE, version: str | None = None) -
         (site / f"{name}.py").touch()
 
 
-def write_plugin(site: Site, code: str) -> None:
-    """Write another package with a vLLM plugin, and the code with which vLLM loads plugins."""
-    vllm = site.packages / "vllm"
-    (vllm / "platforms.py").write_text("current_platform = object()\n")
-    (vllm / "plugins.py").write_text(
-        "from importlib.metadata import entry_points\n\n"
-        "def load_general_plugins():\n"
-        "    for point in entry_points(group='vllm.general_plugins'):\n"
-        "        point.load()()\n"
-    )
-    (site.packages / "intruder.py").write_text(f"def register():\n    {code}\n")
-    write_distribution(site.packages, "vllm-intruder", "1.2", ())
-    about = site.packages / "vllm_intruder-1.2.dist-info"
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nintruder = intruder:register\n")
-    (about / "RECORD").write_text("intruder.py,,\n")
-
-
 def write_connector_api(packages: Path, *methods: str) -> Path:
     """Write the part of vLLM's connector class that the doctor reads."""
     file = packages / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "base.py"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -20,9 +19,6 @@ from ucm.doctor.config_checks import check_config, check_model
 from ucm.doctor.findings import Status
 from ucm.sparse.factory import METHODS, method_class
 from ucm.store.authentication import Authenticator
-from ucm.store.config import StoreConfig
-from ucm.store.factory import open_store
-from ucm.testing.blocks import EVEN, key, save
 
 if TYPE_CHECKING:
     from tests.ucm.doctor.site import Site
@@ -269,15 +265,9 @@ def test_what_an_engine_does_not_take_is_told_with_its_output(complete: Site, tm
         assert Path(found["details"][-1].partition(": ")[2]).is_file()
 
 
-def test_what_the_memory_tier_holds_is_said(tmp_path: Path, memory: str) -> None:  # noqa: F811
+def test_a_memory_tier_on_a_disk_is_refused(tmp_path: Path, memory: str) -> None:  # noqa: F811
     file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{memory}', dram_capacity: 64MiB}}\n")
     assert [found.check for found in check_config(file)] == ["configuration"]
-    config = StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 << 20)
-    with open_store(config, "tiny/r0", EVEN) as store:
-        save(store, [key(number) for number in range(5)], EVEN)
-    found = check_config(file)[1]
-    assert (found.check, found.status) == ("memory tier", Status.OK)
-    assert re.fullmatch(rf"{memory} holds 5 blocks in 1 segment of \d+ KiB in all", found.what)
     (tmp_path / "disk").mkdir(mode=0o700)
     file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{tmp_path}/disk'}}\n")
     found = check_config(file)[1]

@@ -49,7 +49,6 @@ def test_all_is_well(site: Site) -> None:
         "modules",
         "switches",
         "plugins",
-        "replaced functions",
         "prefix cache",
     ]
 

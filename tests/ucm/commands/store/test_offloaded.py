@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.sparse.esa.memory import shared_memory
-from ucm.doctor.config_checks import check_config
 from ucm.sparse.esa import method
 
 if TYPE_CHECKING:
@@ -89,8 +88,6 @@ def test_a_killed_worker_leaves_nothing_that_gc_does_not_find(
         stocks = ask("stat", "--json", "--config", file).data["directories"]
         (stock,) = [of for of in stocks if of["directory"] == str(root)]
         assert sorted(of["left_behind"] for of in stock["namespaces"]) == [0, len(left)]
-        (warning,) = [of for of in check_config(file) if of.check == "offloaded blocks"]
-        assert str(root) in warning.what
         answer = ask("gc", "--dry-run", "--json", "--config", file)
         assert [(of["kind"], of["count"]) for of in answer.data["deleted"]] == [("left behind", len(left))]
         assert files_of(root, killed) == left
@@ -98,7 +95,6 @@ def test_a_killed_worker_leaves_nothing_that_gc_does_not_find(
         assert ask("gc", "--yes", "--older-than", "0s", "--config", file).code == 0
         assert [of.name for of in root.glob("offloaded+*")] == [of_alive[0].relative_to(root).parts[0]]
         assert files_of(root, alive) == of_alive
-        assert not [of for of in check_config(file) if of.check == "offloaded blocks"]
     finally:
         for process in (alive, killed):
             process.kill()
