@@ -1,6 +1,6 @@
 """``ucm store gc``: delete leftovers of dead processes, damaged blocks, and on request old blocks.
 
-Deletions are first planned, so that they can be shown and confirmed, then carried out. A block is deleted only if it
+Deletions are first counted, so that they can be shown and confirmed, then carried out. A block is deleted only if it
 has not been used since it was chosen, and is not promised to any request.
 """
 
@@ -12,7 +12,7 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -30,14 +30,12 @@ from ucm.store.posix.paths import remove_directory, status_of, unlink
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Callable, Sequence
 
     from ucm.store.base import BlockKey
     from ucm.store.inspection import StoredBlock
     from ucm.store.posix.layout import Layout
 
-    Tallies: TypeAlias = "Mapping[tuple[Directory, str, str], Tally]"
     Order: TypeAlias = tuple[int, int]
 
 LEFT_BEHIND, DAMAGED, BLOCK = "left behind", "damaged", "block"
@@ -47,104 +45,82 @@ _NONE, _ALL = (0, 0), (1 << 63, 0)
 _OF_KEY = 8
 
 
-@dataclass(slots=True)
-class Tally:
-    """A number of files and their size."""
-
-    count: int = 0
-    nbytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count one more."""
-        self.count += 1
-        self.nbytes += nbytes
-
-
-@dataclass
-class Plan:
-    """The deletions that ``gc`` plans.
-
-    Args:
-        chosen: The namespaces, each in its directory.
-        until: Blocks before this one in the order of deletion are deleted; see `_order`.
-        drop: Whether the namespaces are deleted completely.
-        salt: The name of the only tag whose blocks are deleted; empty for all.
-    """
-
-    chosen: Sequence[tuple[Directory, Layout]]
-    until: Order
-    drop: bool
-    salt: str = ""
-    tallies: dict[tuple[Directory, str, str], Tally] = field(default_factory=dict)
-
-    def tally(self, directory: Directory, layout: Layout, kind: str) -> Tally:
-        """Return the tally of one kind of file in a namespace of a directory."""
-        return self.tallies.setdefault((directory, layout.namespace, kind), Tally())
-
-    def has(self, block: StoredBlock) -> bool:
-        """Return whether a block is to be deleted."""
-        is_meant = not self.salt or tag_name(tag_digits(block.key)) == self.salt
-        return is_meant and _order(block.used_ns, block.key) < self.until
+#: Files, their number and their bytes, by directory, namespace and kind.
+Tallies: TypeAlias = "dict[tuple[Directory, str, str], tuple[int, int]]"
 
 
 @dataclass
 class Outcome:
-    """The result of deleting."""
+    """What was deleted, or would be."""
 
-    tallies: dict[tuple[Directory, str, str], Tally]
-    spared: int = 0  #: blocks promised to a running engine's requests, or used since
+    tallies: Tallies = field(default_factory=dict)
+    spared: int = 0  #: blocks promised to a running engine's requests, or used since they were chosen
     failed: list[tuple[str, str]] = field(default_factory=list)  #: paths and reasons
 
+    def add(self, directory: Directory, layout: Layout, kind: str, nbytes: int) -> None:
+        """Count one more file of a kind."""
+        of = directory, layout.namespace, kind
+        count, before = self.tallies.get(of, (0, 0))
+        self.tallies[of] = count + 1, before + nbytes
 
-def plan(places: Places, options: argparse.Namespace, step: Callable[[], object] = int) -> Plan:
-    """Find the files that a command line asks to delete.
+
+class Plan:
+    """What a command line asks to delete.
 
     Args:
         places: The directories and namespaces.
         options: ``older_than``, ``to``, ``all`` and ``salt``.
-        step: Called after each block.
-
-    Raises:
-        OSError: A directory cannot be listed.
     """
-    chosen = places.chosen()
-    until = _ALL if options.all or options.salt else _until(chosen, options.older_than, options.to)
-    found = Plan(chosen, until, options.all, options.salt or "")
-    for directory, layout in chosen:
-        for kind, files in _beside(layout, places.config.stale_seconds, drop=found.drop).items():
-            for path, nbytes in files:
-                del path
-                found.tally(directory, layout, kind).add(nbytes)
-        if until > _NONE and not layout.is_abandoned:
-            for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-                step()
-                if found.has(block):
-                    found.tally(directory, layout, BLOCK).add(block.nbytes)
-    return found
 
+    def __init__(self, places: Places, options: argparse.Namespace) -> None:
+        self._chosen, self._stale_seconds = places.chosen(), places.config.stale_seconds
+        #: Whether the namespaces are deleted completely, and the name of the only tag whose blocks are deleted.
+        self._drop, self._salt = options.all, options.salt
+        #: Blocks before this one in the order of deletion are deleted.
+        self._until = _ALL if options.all or options.salt else _until(self._chosen, options.older_than, options.to)
 
-def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = int) -> Outcome:
-    """Carry out a plan.
+    def run(self, step: Callable[[], object], *, dry: bool) -> Outcome:
+        """Delete, or only count what would be deleted.
 
-    Args:
-        found: The plan.
-        stale_seconds: See ``StoreConfig``.
-        step: Called after each block.
-    """
-    done = Plan(found.chosen, found.until, found.drop, found.salt)
-    outcome = Outcome(done.tallies)
-    for directory, layout in found.chosen:
-        for kind, files in _beside(layout, stale_seconds, drop=found.drop).items():
-            for path, nbytes in files:
-                if _delete(path, outcome):
-                    done.tally(directory, layout, kind).add(nbytes)
-        if found.until > _NONE and not layout.is_abandoned:
-            for block in _deleted(directory, layout, found, outcome, step):
-                done.tally(directory, layout, BLOCK).add(block.nbytes)
-        remove_empty(layout)
-        if found.drop or layout.is_abandoned:
-            _remove_directories(layout)
-    return outcome
+        Args:
+            step: Called after each block.
+            dry: Whether to only count.
+
+        Raises:
+            OSError: A directory cannot be listed.
+        """
+        outcome = Outcome()
+        for directory, layout in self._chosen:
+            for kind, files in _beside(layout, self._stale_seconds, drop=self._drop).items():
+                for path, nbytes in files:
+                    if dry or _delete(path, outcome):
+                        outcome.add(directory, layout, kind, nbytes)
+            if self._until > _NONE and not layout.is_abandoned:
+                for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
+                    step()
+                    if self._has(block) and (dry or self._delete_block(block, outcome)):
+                        outcome.add(directory, layout, BLOCK, block.nbytes)
+            if not dry:
+                remove_empty(layout)
+                if self._drop or layout.is_abandoned:
+                    _remove_directories(layout)
+        return outcome
+
+    def _has(self, block: StoredBlock) -> bool:
+        is_meant = not self._salt or tag_name(tag_digits(block.key)) == self._salt
+        return is_meant and _order(block.used_ns, block.key) < self._until
+
+    def _delete_block(self, block: StoredBlock, outcome: Outcome) -> bool:
+        if block.layout.is_private:
+            outcome.spared += 1
+            return False
+        if block.slot is not None:
+            return delete_slot(*block.slot, block.key)
+        with suppress(FileNotFoundError):
+            if _order(status_of(block.path).st_mtime_ns, block.key) < self._until:
+                return _delete(block.path, outcome)
+            outcome.spared += 1
+        return False
 
 
 def _order(used_ns: int, key: BlockKey) -> Order:
@@ -201,31 +177,6 @@ def _delete(path: str, outcome: Outcome) -> bool:
     return True
 
 
-def _deleted(
-    directory: Directory, layout: Layout, found: Plan, outcome: Outcome, step: Callable[[], object]
-) -> Iterator[StoredBlock]:
-    """Delete blocks."""
-    in_use = layout.is_private
-    for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-        step()
-        goes = found.has(block)
-        if goes and in_use:
-            outcome.spared += 1
-        elif goes and _delete_block(block, found.until, outcome):
-            yield block
-
-
-def _delete_block(block: StoredBlock, until: Order, outcome: Outcome) -> bool:
-    if block.slot is not None:
-        return delete_slot(*block.slot, block.key)
-    with suppress(FileNotFoundError):
-        status = status_of(block.path)
-        if _order(status.st_mtime_ns, block.key) < until:
-            return _delete(block.path, outcome)
-        outcome.spared += 1
-    return False
-
-
 def _remove_directories(layout: Layout) -> None:
     """Remove a namespace's empty directories; any remaining file means that an engine uses it, so its marker stays."""
     with suppress(OSError):
@@ -246,16 +197,15 @@ def run(options: argparse.Namespace) -> int:
     """
     places = find_places(options)
     _check(options, places)
+    plan = Plan(places, options)
     with progress("looking", None, "blocks") as bar:
-        found = plan(places, options, bar.update)
-    if options.dry_run or not found.tallies:
-        outcome = Outcome(found.tallies)
-    elif _may(found, options):
-        with progress("deleting", _count(found.tallies, BLOCK), "blocks") as bar:
-            outcome = carry_out(found, places.config.stale_seconds, bar.update)
-    else:
-        say(["Nothing was deleted."])
-        return 0
+        outcome = plan.run(bar.update, dry=True)
+    if outcome.tallies and not options.dry_run:
+        if not _may(outcome, options):
+            say(["Nothing was deleted."])
+            return 0
+        with progress("deleting", _count(outcome.tallies, BLOCK), "blocks") as bar:
+            outcome = plan.run(bar.update, dry=False)
     if options.json:
         say_json(_data(outcome, dry_run=options.dry_run))
     else:
@@ -283,18 +233,18 @@ def _check(options: argparse.Namespace, places: Places) -> None:
         raise UcmError("--to is the size of one tier, and this store has two", fix="add --tier posix, or --tier dram")
 
 
-def _may(found: Plan, options: argparse.Namespace) -> bool:
+def _may(found: Outcome, options: argparse.Namespace) -> bool:
     """Ask for confirmation, if the input is a terminal."""
     if options.yes or options.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return True
-    say(_text(Outcome(found.tallies), "to be deleted"))
+    say(_text(found, "to be deleted"))
     sys.stdout.write("Delete this? [y/N] ")
     sys.stdout.flush()
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 
 def _count(tallies: Tallies, *kinds: str) -> int:
-    return sum(tally.count for (_, _, kind), tally in tallies.items() if kind in kinds)
+    return sum(count for (_, _, kind), (count, _) in tallies.items() if not kinds or kind in kinds)
 
 
 def _text(outcome: Outcome, what: str) -> list[str]:
@@ -303,12 +253,12 @@ def _text(outcome: Outcome, what: str) -> list[str]:
     else:
         rows = [("directory", "namespace", "what", "how many", "bytes")]
         rows += [
-            (directory.path, namespace, kind, f"{tally.count:,}", format_size(tally.nbytes))
-            for (directory, namespace, kind), tally in outcome.tallies.items()
+            (directory.path, namespace, kind, f"{count:,}", format_size(nbytes))
+            for (directory, namespace, kind), (count, nbytes) in outcome.tallies.items()
         ]
-        nbytes = sum(tally.nbytes for tally in outcome.tallies.values())
+        nbytes = sum(nbytes for _, nbytes in outcome.tallies.values())
         blocks = many(_count(outcome.tallies, BLOCK), "block", "blocks")
-        others = many(sum(tally.count for tally in outcome.tallies.values()), "file", "files")
+        others = many(_count(outcome.tallies), "file", "files")
         lines = [*table(rows, right=(3, 4)), "", f"{others} {what}, {blocks} among them: {format_size(nbytes)}."]
     if outcome.spared:
         lines.append(f"{many(outcome.spared, 'block is', 'blocks are')} in use and were kept.")
@@ -324,10 +274,10 @@ def _data(outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
                 "tier": directory.tier,
                 "namespace": namespace,
                 "kind": kind,
-                "count": tally.count,
-                "bytes": tally.nbytes,
+                "count": count,
+                "bytes": nbytes,
             }
-            for (directory, namespace, kind), tally in outcome.tallies.items()
+            for (directory, namespace, kind), (count, nbytes) in outcome.tallies.items()
         ],
         "spared": outcome.spared,
         "failed": [{"path": path, "reason": reason} for path, reason in outcome.failed],

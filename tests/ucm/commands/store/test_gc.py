@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.ucm.commands.store.conftest import Answer, Kept
+    from ucm.store.inspection import StoredBlock
 
 
 def litter(kept: Kept) -> tuple[list[Path], list[Path]]:
@@ -170,13 +171,13 @@ def test_blocks_of_a_living_process_s_own_stay(
 
 
 def test_blocks_used_meanwhile_stay(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    delete = gc._delete_block
+    delete = gc.Plan._delete_block
 
-    def late(*arguments: Any, **keywords: Any) -> bool:
+    def late(self: gc.Plan, block: StoredBlock, outcome: gc.Outcome) -> bool:
         os.utime(kept.path(BIG, 8))
-        return delete(*arguments, **keywords)
+        return delete(self, block, outcome)
 
-    monkeypatch.setattr(gc, "_delete_block", late)
+    monkeypatch.setattr(gc.Plan, "_delete_block", late)
     answer = ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root, "--json")
     assert 8 in kept.blocks(BIG)
     assert answer.data["spared"] <= 1
