@@ -125,6 +125,34 @@ def check_connector_config(
     return config, (*_whence(document), *out.notices)
 
 
+def read_store_settings(file: Path) -> StoreSettings:
+    """Return the store's settings in a connector's file, with absolute paths, without touching what they name.
+
+    Raises:
+        ConfigError: With everything that is wrong in the file.
+    """
+    document = read_document({FILE_KEY: str(file)})
+    out, top = translate(document, ConnectorConfig.model_fields), Place(str(document.file))
+    store = None
+    if "store" in out.settings or not out.problems:
+        store = _validated(StoreSettings, out.settings.get("store", {}), ("store",), out, top)
+    changed: dict[str, Any] = {}
+    if store is not None:
+        _check_tier_options(store, out, top)
+        changed = _expanded_key_file(store, out, top)
+    raise_for(out.problems)
+    if store is None:
+        raise AssertionError("settings are valid, or there is a problem")
+
+    def absolute(name: str, path: str) -> str:
+        return str(Path.cwd() / expand(path, out.origin(("store", name), top)[0]))
+
+    changed["directories"] = tuple(absolute("directories", path) for path in store.directories)
+    changed["dram_directory"] = absolute("dram_directory", store.dram_directory)
+    found: StoreSettings = store.model_copy(update=changed)
+    return found
+
+
 def _validated(
     model: type[Model], settings: Mapping[str, Any], path: tuple[str, ...], out: Translation, top: Place
 ) -> Model | None:
@@ -132,23 +160,8 @@ def _validated(
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        out.problems += problems_of(error, model, path, out, top)
+        out.problems += [_problem(details, model, path, out, top) for details in error.errors()]
         return None
-
-
-def problems_of(
-    error: ValidationError, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
-) -> list[ConfigError]:
-    """List the problems that pydantic found.
-
-    Args:
-        error: Pydantic's error.
-        model: The validated model.
-        path: The model's path among our settings.
-        out: The translation, which has the place of each setting.
-        top: The place reported for settings that were not written.
-    """
-    return [_problem(details, model, path, out, top) for details in error.errors()]
 
 
 def _problem(
@@ -182,8 +195,8 @@ def _store(out: Translation, top: Place, *, make: bool, clock: Clock) -> StoreSe
         if partly is not None:
             _look_at_media(partly, written, out, top, make=make, clock=clock)
         return None
-    check_tier_options(store, out, top, of_engine=True)
-    key_file = expanded_key_file(store, out, top)
+    _check_tier_options(store, out, top, of_engine=True)
+    key_file = _expanded_key_file(store, out, top)
     media = _look_at_media(store, written, out, top, make=make, clock=clock)
     found: StoreSettings = store.model_copy(update={**media, **key_file})
     if key_file:
@@ -191,7 +204,7 @@ def _store(out: Translation, top: Place, *, make: bool, clock: Clock) -> StoreSe
     return found
 
 
-def check_tier_options(store: StoreSettings, out: Translation, top: Place, *, of_engine: bool = False) -> None:
+def _check_tier_options(store: StoreSettings, out: Translation, top: Place, *, of_engine: bool = False) -> None:
     """Check the options of the tiers that have options, and for an engine what they need; note the problems."""
     for name in pipeline_parts(store.pipeline):
         if name not in store.tiers and (name in _WITHOUT_OPTIONS or name not in OURS):
@@ -214,7 +227,7 @@ def check_tier_options(store: StoreSettings, out: Translation, top: Place, *, of
                 out.problems.append(wrong(place, error.what, error.fix))
 
 
-def expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:
+def _expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:
     """Return the setting that names the authentication key, with an absolute path; nothing is read."""
     written = store.authentication_key_file
     if written is None:

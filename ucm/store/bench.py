@@ -42,13 +42,9 @@ MIB = 1 << 20
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 #: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
 _FLUSH_SECONDS = 60.0
-#: By figure, for a store of files and for one in memory: the figure it is compared with and the lowest ratio to reach.
-_BESIDE_FILES = {"save": ("write", 0.9), "load hot": ("read hot", 0.9), "load cold": ("read cold", 0.9)}
-#: No server is as fast as a file: its figures stand beside those of files, without a goal.
-_BESIDE_SERVERS = {operation: (plain, 0.0) for operation, (plain, _) in _BESIDE_FILES.items()}
-_BESIDE_MEMORY = {"save": ("memcpy", 0.7), "load hot": ("memcpy", 0.7)}
-#: For staged blocks, with any store.
-_BESIDE_STAGED = {"staged": ("memcpy", 0.7)}
+#: By figure, the one that it is compared with: of a store that begins with files or a server, and of one in memory.
+_BESIDE_FILES = {"save": "write", "load hot": "read hot", "load cold": "read cold"}
+_BESIDE_MEMORY = {"save": "memcpy", "load hot": "memcpy"}
 
 
 @dataclass(frozen=True)
@@ -131,11 +127,9 @@ class Figures:
         return min(other) / min(one), median(o / s for s, o in zip(one, other, strict=True))
 
 
-def beside(config: StoreConfig) -> dict[str, tuple[str, float]]:
-    """Return the figure that each of a store's figures is compared with, and the ratio to reach."""
-    first = config.parts[0]
-    moved = _BESIDE_MEMORY if first in {"Dram", "Cache"} else _BESIDE_FILES if first == "Posix" else _BESIDE_SERVERS
-    return {**moved, **_BESIDE_STAGED}
+def beside(config: StoreConfig) -> dict[str, str]:
+    """Return the figure that each of a store's figures is compared with."""
+    return {**(_BESIDE_MEMORY if config.parts[0] in {"Dram", "Cache"} else _BESIDE_FILES), "staged": "memcpy"}
 
 
 def bench(

@@ -102,15 +102,20 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
     yield from _judge(f"memory, {shape}", in_memory, copies, table)
 
 
+#: The goals: shares of the speed of a copy in memory, and of plain files.
+_OF_A_COPY, _OF_A_FILE = 0.7, 0.9
+
+
 def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iterator[Figure]:
     detail = {name: found.rate(name)[1] for name in found.seconds}
     detail |= {f"{name}, processor s/GB": found.processor_per_gb(name) for name in found.processor}
-    for operation, (plain, share) in beside(config).items():
+    for operation, plain in beside(config).items():
         if operation not in found.seconds or (operation == "staged" and config.pipeline != "Dram"):
             continue
         checked = found.checked(plain)
         costs = [f"{detail[f'{name}, processor s/GB']:.2f}" for name in (operation, plain, checked) if name]
         table.add_row(what, f"{operation}, beside {plain}", *_rates(detail, operation, plain, checked), *costs)
+        share = _OF_A_COPY if plain == "memcpy" else _OF_A_FILE
         for other in filter(None, (plain, checked)):
             ratio = 1 / found.ratio(operation, other)[1]
             yield Figure(f"{what}: {operation}, seconds to {other}", ratio, "", 1 / share, detail)

@@ -36,8 +36,8 @@ are ``there`` and ``copied``; ``failed``, reasons by tier. ``demote``: ``tier``,
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be deleted), a list of ``directory``, ``tier``,
 ``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
 
-``bench``: ``workload``, ``seconds`` (of each round, by operation), ``lookups`` (null, or seconds of each call), and
-``goals``, each with ``what``, ``measured``, ``wanted``, ``met``; ``compression``, with ``sample`` (null: nothing was
+``bench``: ``workload``, ``seconds`` (of each round, by operation), ``shares`` (of the plain operation ``of``, by
+operation), ``lookups`` (null, or seconds of each call); ``compression``, with ``sample`` (null: nothing was
 compressed) and ``tiers``, each with ``tier``, ``problem`` (why it was not measured, or null and the rest), ``ratio``,
 ``compress`` and ``decompress`` (bytes per second of a core), ``seconds`` (of each round, by operation), ``gains`` (how
 many times as fast loading is with compression, best and median) and ``advice``.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import say, say_json, table
-from ucm.commands.store.places import read_store_settings
 from ucm.commands.store.text import progress
+from ucm.config.load import read_store_settings
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError, UcmError
 from ucm.store.advice import (
@@ -35,25 +35,6 @@ if TYPE_CHECKING:
 
 #: A block's layer slices, in number.
 _SLICES = 16
-#: The goals, in seconds.
-_MEDIAN_LOOKUP, _SLOWEST_LOOKUP, _OPENING = 1e-3, 5e-3, 2.0
-
-
-@dataclass(frozen=True)
-class Goal:
-    """The goal for a figure.
-
-    Args:
-        what: The figure.
-        measured: The measured value, with its unit.
-        wanted: The goal, in words.
-        met: Whether the goal is met.
-    """
-
-    what: str
-    measured: str
-    wanted: str
-    met: bool
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,11 +66,10 @@ def run(options: argparse.Namespace) -> int:
                 Path(config.dram_directory, LOCK_FILE).unlink(missing_ok=True)
                 Path(config.dram_directory).rmdir()
     sample, compared = _compression(config, options, workload)
-    goals = [*_transfer_goals(config, figures), *(_lookup_goals(lookups) if lookups else [])]
     if options.json:
-        say_json({**_data(figures, lookups, goals), **_compression_data(sample, compared)})
+        say_json({**_data(config, figures, lookups), **_compression_data(sample, compared)})
     else:
-        say([*_text(config, figures, lookups, goals), *_compression_text(sample, compared)])
+        say([*_text(config, figures, lookups), *_compression_text(sample, compared)])
     return 0
 
 
@@ -147,34 +127,19 @@ def _lookups(config: StoreConfig, stored: int) -> LookupFigures:
         return bench_lookup(config, stored, min(64, stored), progress=reached)
 
 
-def _transfer_goals(config: StoreConfig, figures: Figures) -> list[Goal]:
-    goals = []
-    for operation, (plain, least) in beside(config).items():
-        if operation in figures.seconds and least:
-            _, share = figures.ratio(operation, plain)
-            wanted = f"{least:.0%} of a plain {plain} or more"
-            goals.append(Goal(operation, f"{share:.0%}", wanted, share >= least))
-    return goals
+def _shares(config: StoreConfig, figures: Figures) -> dict[str, tuple[str, float]]:
+    """Return, for each figure of the store, a plain one and the share of it that the store reaches."""
+    compared = {one: plain for one, plain in beside(config).items() if one in figures.seconds}
+    return {one: (plain, figures.ratio(one, plain)[1]) for one, plain in compared.items()}
 
 
-def _lookup_goals(lookups: LookupFigures) -> list[Goal]:
-    found = []
-    for what, seconds, part, most in (
-        ("lookup, median", lookups.found, 0.5, _MEDIAN_LOOKUP),
-        ("lookup, slowest in 100", lookups.found, 0.99, _SLOWEST_LOOKUP),
-        ("opening the store", lookups.opening, 0.5, _OPENING),
-    ):
-        value = lookups.quantile(seconds, part)
-        found.append(Goal(what, f"{value * 1e3:.2f} ms", f"{most * 1e3:.0f} ms or less", value <= most))
-    return found
-
-
-def _text(config: StoreConfig, figures: Figures, lookups: LookupFigures | None, goals: list[Goal]) -> list[str]:
-    work = figures.workload
+def _text(config: StoreConfig, figures: Figures, lookups: LookupFigures | None) -> list[str]:
+    work, shares = figures.workload, _shares(config, figures)
     rows = [("operation", "best", "median", "")]
     for operation in figures.seconds:
         best, median = figures.rate(operation)
-        whose = "the store" if operation in beside(config) else "plain"
+        plain, share = shares.get(operation, ("", 0.0))
+        whose = f"the store, {share:.0%} of a plain {plain}" if plain else "plain"
         rows.append((operation, f"{best:.2f} GB/s", f"{median:.2f} GB/s", whose))
     lines = [
         f"{config.pipeline}: {work.blocks} blocks of {format_size(work.geometry.nbytes)}, {work.rounds} rounds",
@@ -182,14 +147,13 @@ def _text(config: StoreConfig, figures: Figures, lookups: LookupFigures | None, 
     ]
     if lookups is not None:
         lines += ["", f"Lookups of {lookups.asked:,} ids, {lookups.stored:,} blocks stored", *_lookup_table(lookups)]
-    verdicts = [("goal", "measured", "wanted", "met")]
-    verdicts += [(goal.what, goal.measured, goal.wanted, "yes" if goal.met else "no") for goal in goals]
-    return [*lines, "", *table(verdicts, right=(1,))]
+    return lines
 
 
 def _lookup_table(lookups: LookupFigures) -> list[str]:
     rows: list[tuple[str, ...]] = [("", "median", "slowest in 100")]
-    for what, seconds in (("present", lookups.found), ("missing", lookups.missing)):
+    of = (("present", lookups.found), ("missing", lookups.missing), ("opening the store", lookups.opening))
+    for what, seconds in of:
         rows.append((what, *(f"{lookups.quantile(seconds, part) * 1e3:.3f} ms" for part in (0.5, 0.99))))
     return table(rows, right=(1, 2))
 
@@ -238,10 +202,10 @@ def _compression_data(sample: Sample | None, compared: Mapping[str, Comparison |
     return {"compression": {"sample": None if sample is None else sample.what, "tiers": tiers}}
 
 
-def _data(figures: Figures, lookups: LookupFigures | None, goals: list[Goal]) -> dict[str, Any]:
+def _data(config: StoreConfig, figures: Figures, lookups: LookupFigures | None) -> dict[str, Any]:
     return {
         "workload": asdict(figures.workload),
         "seconds": figures.seconds,
+        "shares": {one: {"of": plain, "share": share} for one, (plain, share) in _shares(config, figures).items()},
         "lookups": None if lookups is None else asdict(lookups),
-        "goals": [asdict(goal) for goal in goals],
     }

@@ -10,12 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
-from ucm.config.document import FILE_KEY, expand, read_document
-from ucm.config.load import check_tier_options, expanded_key_file, problems_of
-from ucm.config.problems import Place as Setting
-from ucm.config.problems import raise_for
+from ucm.config.document import FILE_KEY, read_document
+from ucm.config.load import read_store_settings
 from ucm.config.settings import DRAM, POSIX, ConnectorConfig, StoreSettings
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError, UcmError
@@ -223,35 +219,6 @@ def opened_server(config: StoreConfig, name: str, authenticator: Authenticator |
     with closing(tier):
         if isinstance(tier, RemoteTier):
             yield tier
-
-
-def read_store_settings(file: Path) -> StoreSettings:
-    """Return the store's settings in a connector's configuration file, with absolute paths, without touching them.
-
-    Raises:
-        ConfigError: With everything that is wrong in the file.
-    """
-    document = read_document({FILE_KEY: str(file)})
-    out = translate(document, ConnectorConfig.model_fields)
-    top = Setting(str(document.file))
-    if "store" not in out.settings:
-        raise_for(out.problems)
-    written = out.settings.get("store", {})
-    try:
-        store = StoreSettings.model_validate(written)
-    except ValidationError as error:
-        raise_for([*out.problems, *problems_of(error, StoreSettings, ("store",), out, top)])
-        raise
-    check_tier_options(store, out, top)
-    key_file = expanded_key_file(store, out, top)
-    raise_for(out.problems)
-    paths = {
-        name: [str(Path.cwd() / expand(path, out.origin(("store", name), top)[0])) for path in written]
-        for name, written in (("directories", store.directories), ("dram_directory", (store.dram_directory,)))
-    }
-    changed = {"directories": tuple(paths["directories"]), "dram_directory": paths["dram_directory"][0], **key_file}
-    found: StoreSettings = store.model_copy(update=changed)
-    return found
 
 
 def offload_directories(file: Path) -> list[tuple[str, str]]:

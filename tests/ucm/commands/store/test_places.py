@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.config.conftest import UPSTREAM
-from ucm.commands.store.places import read_store_settings
 from ucm.config import load_connector_config
+from ucm.config.load import read_store_settings
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
