@@ -102,13 +102,7 @@ class Later(Generic[T]):
 
 
 def call_later(call: Callable[[], T], name: str, *, clock: Clock = SYSTEM) -> Later[T]:
-    """Call a function in a daemon thread, which does not keep the process from exiting.
-
-    Args:
-        call: The function.
-        name: The thread's name.
-        clock: The clock whose thread makes the call.
-    """
+    """Call a function in a daemon thread, which does not keep the process from exiting."""
     found = Later(call, clock=clock)
     clock.thread(found.run, name).start()
     return found
@@ -146,12 +140,6 @@ def call_all(
 
 def call_within(call: Callable[[], None], name: str, seconds: float, *, clock: Clock = SYSTEM) -> bool:
     """Call a function in a thread, and stop waiting for it after a time limit.
-
-    Args:
-        call: The function.
-        name: The thread's name.
-        seconds: How long to wait.
-        clock: The clock whose thread makes the call.
 
     Returns:
         Whether it has ended.

@@ -489,11 +489,7 @@ class ConnectorAbilities(NamedTuple):
 
 
 def connector_abilities(connector_base: type) -> ConnectorAbilities:
-    """Return what this release asks of connectors.
-
-    Args:
-        connector_base: vLLM's connector class.
-    """
+    """Return what this release asks of connectors."""
 
     def has(name: str) -> bool:
         return hasattr(connector_base, name)
@@ -695,10 +691,6 @@ def choose_backend(*, tells_sums: bool = False) -> str:
 
 def leave_out(config: Any, *fields: str) -> tuple[str, str]:
     """Return which of some fields of a configuration are set, and how to start without them.
-
-    Args:
-        config: The part of vLLM's configuration with the fields.
-        fields: Their names, which are also the options' names.
 
     Returns:
         The fields, and the options, each list in words.

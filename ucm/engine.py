@@ -21,12 +21,7 @@ PREFIX_HITS = "vllm:prefix_cache_hits"
 
 
 class Engine:
-    """One vLLM engine that answers greedily.
-
-    Args:
-        model: The model's directory or name.
-        arguments: Further arguments of vLLM's ``LLM``.
-    """
+    """One vLLM engine that answers greedily."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - ucm imports without vLLM

@@ -63,13 +63,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A child process that has ended.
-
-    Attributes:
-        outcome: `FINISHED`, `FAILED` or `TIMED_OUT`.
-        directory: Where its plan, its result and its output are.
-        pid: Its process id.
-    """
+    """A child process that has ended."""
 
     outcome: str
     directory: Path

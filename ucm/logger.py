@@ -51,11 +51,7 @@ class VllmHandler(logging.Handler):
 
 
 def get_logger(name: str = ROOT) -> logging.Logger:
-    """Return a logger of UCM; the first call in a process sets them up.
-
-    Args:
-        name: The calling module's ``__name__``.
-    """
+    """Return a logger of UCM; the first call in a process sets them up."""
     root = logging.getLogger(ROOT)
     if not root.handlers:
         root.addHandler(VllmHandler())

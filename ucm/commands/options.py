@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
-    """Add the options.
-
-    Args:
-        parser: The command's parser.
-        prompt_required: Whether there must be a prompt.
-    """
+    """Add the options."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the connector's settings")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
     prompt = parser.add_mutually_exclusive_group(required=prompt_required)

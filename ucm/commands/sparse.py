@@ -27,11 +27,7 @@ _METHOD = "ucm.sparse.topk.attention_share:MassProbe"
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The return value of ``ArgumentParser.add_subparsers``.
-    """
+    """Add the subcommand."""
     parser = commands.add_parser(
         "sparse",
         help="measure how much attention a sparse method's budget would keep on your model",
@@ -131,9 +127,6 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the reports of all workers of an engine; workers that share the heads of a layer are averaged.
-
-    Args:
-        reports: `MassProbe.report` of each worker.
 
     Returns:
         ``lengths``, the shortest and the longest context in tokens or None; ``layers``, by name in the model's order,

@@ -19,11 +19,7 @@ PROMPT_BLOCKS = 4
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The return value of ``ArgumentParser.add_subparsers``.
-    """
+    """Add the subcommand."""
     parser = commands.add_parser(
         "try",
         help="test a deployment's stores without an engine: look up a prompt, save and load test blocks",

@@ -62,9 +62,6 @@ class Document:
 def read_document(extra_config: Mapping[str, Any]) -> Document:
     """Read the settings of a connector; inline settings override the file's, one top-level key at a time.
 
-    Args:
-        extra_config: vLLM's ``kv_connector_extra_config``.
-
     Raises:
         ConfigError: If the file cannot be used.
     """

@@ -331,13 +331,6 @@ def _look_at_media(
 class _Look:
     """A check of one directory in a thread, which may block for ever if the directory's server is gone.
 
-    Args:
-        written: The directory, as written in the settings.
-        place: Its place in the settings.
-        store: The settings.
-        make: See ``directory_problem``.
-        clock: Time and threads.
-
     Attributes:
         found: The look, which returns the directory's problem; None if there is none.
         is_old: Whether an earlier check of the directory is still running.

@@ -103,12 +103,7 @@ def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
 
 
 class RefusedValueError(ValueError):
-    """Raised by validators of the settings.
-
-    Args:
-        what: The problem.
-        fix: The remedy.
-    """
+    """Raised by validators of the settings."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)

@@ -166,12 +166,7 @@ class Translation:
 
 
 def translate(document: Document, own: Iterable[str]) -> Translation:
-    """Translate a document's settings into our names.
-
-    Args:
-        document: The settings in our format, UCM's, or a mixture.
-        own: The names of our top-level settings.
-    """
+    """Translate a document's settings into our names."""
     ours = frozenset(own)
     out = Translation()
     for key, value in document.settings.items():

@@ -103,11 +103,7 @@ def _paint(text: str, status: Status, *, colour: bool) -> str:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The return value of ``ArgumentParser.add_subparsers``.
-    """
+    """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
         help="check whether the overlay is active in this vLLM",

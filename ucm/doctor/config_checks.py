@@ -37,11 +37,7 @@ NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its wei
 
 
 def check_config(file: Path) -> list[Finding]:
-    """Check whether an engine would accept the settings in a file, including the sparse method.
-
-    Args:
-        file: The file that ``UCM_CONFIG_FILE`` will name.
-    """
+    """Check whether an engine would accept the settings in a file, including the sparse method."""
     file = file.absolute()
     try:
         from ucm.config.document import read_document  # noqa: PLC0415 - the doctor also runs where pydantic is not
@@ -70,13 +66,7 @@ def check_config(file: Path) -> list[Finding]:
 
 
 def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> list[Finding]:
-    """What the settings of blending want of the engine; nothing where there are none.
-
-    Args:
-        config: The settings.
-        file: The file that they are in.
-        beside: Whether a sparse method is configured beside them.
-    """
+    """What the settings of blending want of the engine; nothing where there are none."""
     blend = config.blend
     if blend is None:
         return []
@@ -166,9 +156,6 @@ def check_sparse(file: Path) -> list[Finding]:
 
 def check_model(model: Path) -> tuple[Finding, dict[str, Any]]:
     """Check that a model's configuration can be read.
-
-    Args:
-        model: The model's directory.
 
     Returns:
         The finding, and the part of the configuration that describes the language model; empty after an error.

@@ -200,13 +200,7 @@ def _not_installed(wanted: str | None) -> Finding:
 
 @dataclass(frozen=True)
 class Provider:
-    """A distribution that provides a package.
-
-    Attributes:
-        name: Its normalised name.
-        version: Its version.
-        site: The directory in which it is installed.
-    """
+    """A distribution that provides a package."""
 
     name: str
     version: str
@@ -284,13 +278,7 @@ def switches(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:
-    """Report what is switched off, and what goes off with it.
-
-    Args:
-        on: The variables that are set.
-        groups: The overlay's groups, each with those that it relies on.
-        disabled: The groups that are off, with the reasons.
-    """
+    """Report what is switched off, and what goes off with it."""
     check = "switches"
     if not on:
         return Finding(check, Status.OK, "none is set")
@@ -321,13 +309,7 @@ def check_plugins() -> Finding:
 
 @dataclass(frozen=True)
 class StartUpFile:
-    """A file that runs code when the interpreter starts.
-
-    Attributes:
-        path: Its path.
-        touches_vllm: Whether it names vLLM or UCM.
-        ours: Whether it belongs to an overlay.
-    """
+    """A file that runs code when the interpreter starts."""
 
     path: Path
     touches_vllm: bool
@@ -399,12 +381,7 @@ def import_hooks() -> ImportHooks:
 
 
 def check_start_up_file(overlay: Path, hooks: ImportHooks) -> Finding:
-    """Check that the overlay's .pth file is in a directory that this Python reads.
-
-    Args:
-        overlay: The overlay package's directory.
-        hooks: The import hooks of this process, which show whether the file did run.
-    """
+    """Check that the overlay's .pth file is in a directory that this Python reads."""
     check, place = "start-up file", overlay.parent
     if sys.flags.no_site:
         what = "this Python was started with -S, so it reads no .pth files"

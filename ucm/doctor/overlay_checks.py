@@ -70,9 +70,6 @@ def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
     """Return the overlays of one package name; the one that Python imports comes first.
 
     Overlays without metadata are found by their directory.
-
-    Args:
-        package: The name of the packages.
     """
     installed = installed_overlays(package.replace("_", "-"))
     versions = {Path(place).resolve() / package: version for place, version in installed.items()}
@@ -91,13 +88,7 @@ def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
 
 
 def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -> Finding:
-    """Check that exactly one overlay is installed and its manifest can be read.
-
-    Args:
-        overlays: The installed overlays.
-        vllm: The installed vLLM.
-        needed: Whether the settings name a sparse method, which requires an overlay.
-    """
+    """Check that exactly one overlay is installed and its manifest can be read."""
     if not overlays:
         return _none_installed(vllm, needed=needed)
     if len(overlays) > 1:

@@ -165,13 +165,7 @@ class Expectation:
 
 
 def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> list[Expectation]:
-    """Return, for every hook of the seam, whether it must have fired.
-
-    Args:
-        manifest: The overlay's manifest, which lists the hooks that each module calls.
-        disabled: The groups that are off, with the reasons.
-        facts: The facts of the run.
-    """
+    """Return, for every hook of the seam, whether it must have fired."""
     return [_expectation(hook, manifest, disabled, facts) for hook in HOOKS]
 
 

@@ -190,9 +190,6 @@ class BlockKeys:
         """Note what a step shows of vLLM's caches: blocks that have got names, and encodings of media that it drops.
 
         Requests that run on may encode theirs again.
-
-        Args:
-            freed_encodings: vLLM's keys for these encodings.
         """
         self._note_first_blocks()
         if not freed_encodings:
@@ -206,11 +203,7 @@ class BlockKeys:
                     naming.holds()
 
     def adapter_replaced(self, number: int) -> None:
-        """Note that the engine has replaced the weights of a LoRA adapter.
-
-        Args:
-            number: The adapter's ``lora_int_id``.
-        """
+        """Note that the engine has replaced the weights of a LoRA adapter."""
         self._reader.adapters.replaced(number)
 
     def forget(self, request_id: str) -> None:

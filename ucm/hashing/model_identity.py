@@ -308,11 +308,7 @@ class ModelIdentity:
         return hashlib.sha256(frame(self.facts)).digest()
 
     def with_contents(self, digests: Mapping[Path, str]) -> ModelIdentity:
-        """Return the complete identity.
-
-        Args:
-            digests: The digest of every unread file's content.
-        """
+        """Return the complete identity."""
         files = {name: digests[path] for name, path in self.unread.items()}
         return replace(self, facts={**self.facts, "files": files}, unread={})
 
@@ -545,11 +541,7 @@ def vllm_release() -> str:
 
 
 def packages(model_config: Any) -> dict[str, str]:
-    """Return the versions of packages beside vLLM that compute KV: kernels, plug-ins, and transformers if used.
-
-    Args:
-        model_config: vLLM's ``ModelConfig``.
-    """
+    """Return the versions of packages beside vLLM that compute KV: kernels, plug-ins, and transformers if used."""
     found = {}
     for name in (*_KERNELS, *(("transformers",) if _runs_transformers(model_config) else ())):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -576,11 +568,7 @@ def _runs_transformers(model_config: Any) -> bool:
 
 
 def platform_facts(vllm_config: Any) -> dict[str, Any]:
-    """Return the device type with the facts that its kernels depend on, and the variables that choose layouts.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-    """
+    """Return the device type with the facts that its kernels depend on, and the variables that choose layouts."""
     kind = device_type(vllm_config)
     facts: dict[str, Any] = {
         "device": kind,

@@ -28,9 +28,6 @@ class NameLedger:
     the ledger is cleared. The memory is bounded: a name that was not used for long is forgotten, and ambiguous from
     then on, because its next content cannot be compared. Ambiguous names are kept in a Bloom filter, which forgets
     none. It may take a name for ambiguous that is not, which costs a hit; never the reverse.
-
-    Args:
-        most: The number of names whose contents are remembered.
     """
 
     def __init__(self, most: int = NAMES) -> None:

@@ -11,13 +11,7 @@ from ucm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A worker's place in the engine's parallel groups.
-
-    Args:
-        tp: Its tensor-parallel rank.
-        pcp: Its prefill-context-parallel rank.
-        pp: Its pipeline-parallel rank.
-    """
+    """A worker's place in the engine's parallel groups."""
 
     tp: int
     pcp: int = 0

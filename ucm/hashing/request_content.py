@@ -163,9 +163,6 @@ class Adapters:
     def fingerprint(self, lora_request: Any) -> bytes:
         """Return 32 bytes that identify the adapter's weights and how they are applied.
 
-        Args:
-            lora_request: vLLM's ``LoRARequest``.
-
         Raises:
             AdapterError: The files cannot be read, or may differ from those that the engine has loaded.
         """

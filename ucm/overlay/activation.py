@@ -41,10 +41,6 @@ def check_active(finder: Any, directory: str) -> None:
 
     A replaced function is only refused when a feature that needs it starts; the features are not known here.
 
-    Args:
-        finder: The overlay's finder.
-        directory: The installed overlay package.
-
     Raises:
         InactiveOverlayError: If the finder is missing, was installed too late or is preceded by one that takes its
             modules, or the overlay is installed twice.
@@ -105,10 +101,6 @@ def boots() -> list[ModuleType]:
 
 def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Replacement]:
     """Find the functions that a starting feature needs and other packages have replaced.
-
-    Args:
-        groups: The groups of modules that the feature needs.
-        kind: The class of the object that starts the feature, for instance the scheduler's.
 
     Returns:
         The replacements; none in a process without an overlay.

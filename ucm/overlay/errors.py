@@ -7,13 +7,7 @@ from typing import Any
 
 
 class OverlayImportError(ImportError):
-    """A shadowed module cannot be loaded as reviewed.
-
-    Args:
-        what: What went wrong.
-        details: Lines of evidence: the module, paths, hashes.
-        ways_out: The operator's options.
-    """
+    """A shadowed module cannot be loaded as reviewed."""
 
     def __init__(self, what: str, details: list[str], ways_out: list[str], *, name: str | None = None) -> None:
         lines = [f"UCM overlay: {what}", *(f"    {line}" for line in details)]

@@ -90,12 +90,7 @@ class Manifest:
     url: str = ""
 
     def command(self, name: str, arguments: str) -> str:
-        """Return the command of those who built it, for a hint.
-
-        Args:
-            name: Its name, such as ``build-overlay``.
-            arguments: Its arguments.
-        """
+        """Return the command of those who built it, for a hint."""
         if self.built_by != TOOLS:
             return f"`nox -s {name} -- {arguments}`"
         help_at = f" ({self.url})" if self.url else ""

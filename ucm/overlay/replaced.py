@@ -71,13 +71,7 @@ class Replacement:
 
 
 def note(module: ShadowedModule, namespace: dict[str, Any], code: CodeType) -> None:
-    """Record what rules changed in a module that has just been loaded.
-
-    Args:
-        module: Its entry in the manifest.
-        namespace: The module's namespace.
-        code: The module's code.
-    """
+    """Record what rules changed in a module that has just been loaded."""
     LOADED[module.name] = found = {}
     for qualified, hooks in module.changed.items():
         thing = _member(namespace, qualified)
@@ -86,12 +80,7 @@ def note(module: ShadowedModule, namespace: dict[str, Any], code: CodeType) -> N
 
 
 def replacements(manifest: Manifest, groups: Iterable[str]) -> list[Replacement]:
-    """Return the overlay's functions and classes that other packages have replaced in this process.
-
-    Args:
-        manifest: The overlay's manifest.
-        groups: The groups of modules to check.
-    """
+    """Return the overlay's functions and classes that other packages have replaced in this process."""
     found = []
     for module in _of_groups(manifest, groups):
         namespace = vars(sys.modules.get(module.name, object))
@@ -147,14 +136,7 @@ def _is_covered(thing: Any, definition: Definition) -> bool:
 
 
 def _leads_to(thing: Any, codes: Codes, holder: Any = None, name: str = "") -> bool:
-    """Return whether an object is a function with one of these codes, wraps one, or names one.
-
-    Args:
-        thing: The object in the function's place.
-        codes: The function's code objects.
-        holder: The class that contains the function.
-        name: The function's name there.
-    """
+    """Return whether an object is a function with one of these codes, wraps one, or names one."""
     waiting: list[tuple[Any, int]] = [(thing, STEPS)]
     seen: dict[int, Any] = {}  # holds the objects, so that no id is reused meanwhile
     while waiting:

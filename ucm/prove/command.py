@@ -26,11 +26,7 @@ _EPILOG = (
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The return value of ``ArgumentParser.add_subparsers``.
-    """
+    """Add the subcommand."""
     parser = commands.add_parser(
         "prove",
         help="run your model with and without UCM, and compare the answers",

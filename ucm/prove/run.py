@@ -124,16 +124,7 @@ class EngineRun:
 
 @dataclass(frozen=True)
 class Proof:
-    """The result.
-
-    Attributes:
-        request: What was asked.
-        rows: The judged rows.
-        noise: The plain engine's noise.
-        runs: The engines, by name.
-        notes: What else a reader must know.
-        seconds: The duration.
-    """
+    """The result."""
 
     request: Request
     rows: tuple[Row, ...]

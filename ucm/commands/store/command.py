@@ -20,11 +20,7 @@ _STOPPED = 130
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The return value of ``ArgumentParser.add_subparsers``.
-    """
+    """Add the subcommand."""
     description = "Inspect, verify and clean the directories of a store. Engines may use them meanwhile."
     parser = commands.add_parser(
         "store", help="inspect, verify and clean a store of KV blocks", description=description

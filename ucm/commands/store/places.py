@@ -162,10 +162,6 @@ class Places:
 def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places:
     """Return the directories and namespaces that a command line selects.
 
-    Args:
-        options: The command line.
-        servers: Whether the command is about tiers on servers as well.
-
     Raises:
         ConfigError: The configuration is invalid, or other users may write to a directory.
         UcmError: A given path is not a readable directory.
@@ -206,11 +202,6 @@ def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places
 @contextmanager
 def opened_server(config: StoreConfig, name: str, authenticator: Authenticator | None = None) -> Iterator[RemoteTier]:
     """Open a tier on servers.
-
-    Args:
-        config: The store's options.
-        name: The tier's name in the pipeline.
-        authenticator: As for ``open_tier``.
 
     Raises:
         ConfigError: It cannot be opened.

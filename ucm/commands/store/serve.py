@@ -93,13 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """What the requests are about; its methods are the actions.
-
-    Args:
-        settings: The engines' settings.
-        facts: What an engine with them would name and store.
-        model: The model's directory, for its tokenizer.
-    """
+    """What the requests are about; its methods are the actions."""
 
     settings: ConnectorConfig
     facts: EngineFacts

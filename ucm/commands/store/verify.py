@@ -150,13 +150,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
-    """Read every block.
-
-    Args:
-        places: Where.
-        threads: How many read.
-        quarantine: Whether to move damaged blocks into quarantine.
-    """
+    """Read every block."""
     authenticator, keyless = None, ""
     try:
         authenticator = authenticator_of(places.config, of_tool=True)

@@ -45,9 +45,6 @@ SAME = "install the same runtime and overlay on every node, and give all of vLLM
 def require_same_in_workers(engine_core: Any) -> None:
     """Refuse an engine whose workers do not run the scheduler side's method.
 
-    Args:
-        engine_core: vLLM's ``EngineCore``, at the end of its start.
-
     Raises:
         SparseMethodError: Naming each worker and its differences, or the side that is missing here.
     """

@@ -245,11 +245,7 @@ def _check_allocated(method: SparseMethod, scheduler_output: Any) -> None:
 
 
 def worker_init(wrapper: Any) -> None:
-    """A worker has its device, parallel groups and model runner: create the runner's method, if configured.
-
-    Args:
-        wrapper: vLLM's ``WorkerWrapperBase``, around every platform's worker.
-    """
+    """A worker has its device, parallel groups and model runner: create the runner's method, if configured."""
 
     def start(method: SparseMethod) -> None:
         global _works_sparsely  # noqa: PLW0603 - see where it is defined

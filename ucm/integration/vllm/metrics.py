@@ -121,21 +121,11 @@ class ConnectorCounters:
         self._observe(names.SAVE_DURATION, seconds)
 
     def hinted(self, outcome: str) -> None:
-        """Count a request that asks for a lease.
-
-        Args:
-            outcome: ``retained`` or ``malformed``.
-        """
+        """Count a request that asks for a lease, by ``retained`` or ``malformed``."""
         self.add(names.HINTS, 1, outcome)
 
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
-        """Count blocks that failed to load or save.
-
-        Args:
-            operation: ``load`` or ``save``.
-            cause: The ``cause`` of the store's error.
-            blocks: The number of blocks.
-        """
+        """Count blocks that failed to load or save."""
         self.add(names.FAILURES, blocks, f"{operation}.{cause}")
 
     def watch(self, stats: Callable[[], Mapping[str, TierStats]]) -> None:
@@ -231,13 +221,7 @@ class ConnectorCounters:
 
 
 def create_counters(vllm_config: Any, config: ConnectorConfig, *, clock: Clock = SYSTEM) -> ConnectorCounters:
-    """Create the counters of one side of a connector, as configured and supported by the release.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        config: The connector's settings.
-        clock: Time and threads.
-    """
+    """Create the counters of one side of a connector, as configured and supported by the release."""
     log = MetricsLog(config.metrics_log_interval, clock=clock) if config.metrics_log_interval else None
     publish = create_publisher(vllm_config) if config.metrics else None
     return ConnectorCounters(export=config.metrics, log=log, publish=publish, clock=clock)
@@ -299,11 +283,7 @@ VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def create_publisher(vllm_config: Any) -> Callable[[StatsData], None] | None:
-    """Return a function that exports this process's counts; None if vLLM does it, or it is impossible.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-    """
+    """Return a function that exports this process's counts; None if vLLM does it, or it is impossible."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415 - lazily
 
     if connector_abilities(KVConnectorBase_V1).exports_stats:

@@ -47,12 +47,6 @@ def build_prom_metrics(
 ) -> Any:
     """Return the result of ``build_prom_metrics``.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        metric_types: The class to use in place of each class of prometheus_client.
-        labelnames: vLLM's labels.
-        per_engine_labelvalues: Their values for each engine.
-
     Returns:
         A ``KVConnectorPromMetrics`` of vLLM.
     """

@@ -129,12 +129,6 @@ def describe_engine(
     An engine of several ranks is described by one of a single rank, whose KV-cache groups are then divided as vLLM's
     layers divide their heads.
 
-    Args:
-        model: The model's directory.
-        extra_config: vLLM's ``kv_connector_extra_config``.
-        engine_args: Further arguments of vLLM's ``EngineArgs``, for instance ``dtype``.
-        of_all_ranks: Whether the engine may have several ranks.
-
     Raises:
         UcmError: vLLM is not installed, or refuses the model or the arguments; or the engine would store nothing.
     """

@@ -62,11 +62,6 @@ class Rows:
 class LayerCaches:
     """All layers of a worker that have a KV cache.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        kv_caches: vLLM's KV-cache tensors by layer name.
-        model: vLLM's model.
-
     Raises:
         UnsupportedModelError: If the keys of a layer cannot be rotated, or its backend writes KV only within its
             attention.

@@ -242,12 +242,7 @@ class BlendScheduler:
         self._step = 0
 
     def prepare(self, ranks: int, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]]) -> None:
-        """Start to ask the workers for their piece geometry, once the stores are known.
-
-        Args:
-            ranks: The number of workers.
-            open_stores: Opens the stores of all workers, given their piece geometries.
-        """
+        """Start to ask the workers for their piece geometry, once the stores are known."""
         self._ranks, self._open = ranks, open_stores
 
     def matched(self, request: Any, computed: int, exact: int) -> int | None:
@@ -336,11 +331,7 @@ class BlendScheduler:
         return found
 
     def plan(self, scheduler_output: Any) -> BlendPlan:
-        """Return the workers' part of a step; `written` returns the blocks that it fills.
-
-        Args:
-            scheduler_output: vLLM's ``SchedulerOutput`` of the step.
-        """
+        """Return the workers' part of a step; `written` returns the blocks that it fills."""
         self._step += 1
         while self._holds and self._holds[0][0] <= self._step - self._batches:
             self._stager.release(self._holds.pop(0)[1])

@@ -54,11 +54,6 @@ CHUNKS = "chunks"
 def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[Any]) -> None:
     """Refuse an engine in which no request can be blended.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        settings: The settings of ``blend``.
-        groups: The model's KV-cache groups.
-
     Raises:
         UnsupportedModelError: For the first obstacle.
     """
@@ -296,9 +291,6 @@ class BlendWorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Find the model and its layers; must be called by the runner.
-
-        Args:
-            kv_caches: vLLM's KV-cache tensors by layer name.
 
         Raises:
             UnsupportedModelError: If a layer cannot be blended.

@@ -73,13 +73,7 @@ class _Reading:
 
 
 class ChunkStager:
-    """Looks chunks up at all ranks and stages them.
-
-    Args:
-        slab: The slab.
-        seconds: The time limit of a lookup.
-        clock: Time and threads; the slab's.
-    """
+    """Looks chunks up at all ranks and stages them."""
 
     def __init__(self, slab: Slab, seconds: float, *, clock: Clock = SYSTEM) -> None:
         self.clock = clock

@@ -258,16 +258,7 @@ def store_events(
     hears_workers: bool,
     clock: Clock = SYSTEM,
 ) -> StoreEvents | None:
-    """Return the collector of events; None unless they are wanted and this vLLM can have them, which is logged.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        ranks: See ``StoreEvents``.
-        wanted: The setting ``kv_events``.
-        takes_events: Whether vLLM asks connectors for events.
-        hears_workers: Whether workers can report to the scheduler side.
-        clock: See ``StoreEvents``.
-    """
+    """Return the collector of events; None unless they are wanted and this vLLM can have them, which is logged."""
     if not wanted:
         return None
     published = publishes_kv_events(vllm_config)

@@ -87,9 +87,6 @@ def refusals_logged(tag: str) -> Iterator[None]:
     vLLM prints such an error among its tracebacks, once per process, with a prefix before each line; the tag makes it
     easy to find.
 
-    Args:
-        tag: The part's tag, for instance ``UCM.Config``.
-
     Raises:
         UcmError: The error, unchanged.
     """

@@ -204,16 +204,7 @@ def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: 
 
 
 class PrefixCacheScheduler:
-    """Decides what is loaded and saved; never touches KV itself and never waits for a medium.
-
-    Args:
-        groups: The model's KV-cache groups.
-        key_source: Computes block keys.
-        stager: Looks up requests in the stores.
-        counters: Counts lookups.
-        options: The operator's settings and the properties of the engine.
-        clock: The clock of the stager.
-    """
+    """Decides what is loaded and saved; never touches KV itself and never waits for a medium."""
 
     def __init__(
         self,
@@ -255,10 +246,6 @@ class PrefixCacheScheduler:
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond the computed ones the store can provide.
-
-        Args:
-            request: vLLM's request.
-            num_computed_tokens: Tokens whose KV the engine has itself.
 
         Returns:
             The number of tokens; None if it is not known yet, or if the request must wait until others with promised
@@ -387,11 +374,7 @@ class PrefixCacheScheduler:
         return found
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """Return the workers' part of a step.
-
-        Args:
-            scheduler_output: vLLM's ``SchedulerOutput`` of the step.
-        """
+        """Return the workers' part of a step."""
         self.step += 1
         self._end_holds(self.step - self._options.batches)
         plan = StepPlan(

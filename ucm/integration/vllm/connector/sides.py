@@ -432,9 +432,6 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Locate the blocks in the KV caches.
 
-        Args:
-            kv_caches: vLLM's KV-cache tensors by layer name.
-
         Raises:
             UnknownLayoutError: If a layer's blocks cannot be located.
             ConfigError: If the scheduler looks for another rank's blocks, see `is_replicated`.

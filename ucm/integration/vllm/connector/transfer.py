@@ -107,15 +107,7 @@ class GroupTransfer(ABC):
 
 
 class HostTransfer(GroupTransfer):
-    """Transfers blocks of a KV cache in host memory: loads fill it in place, saves are copied by the calling thread.
-
-    Args:
-        memory: The blocks in host memory.
-        store: The store of the blocks.
-        slab: The slab where blocks are staged.
-        save_queue_bytes: Bytes that may wait to be written.
-        clock: Time and threads.
-    """
+    """Transfers blocks of a KV cache in host memory: loads fill it in place, saves are copied by the calling thread."""
 
     def __init__(
         self, memory: HostMemory, store: KVStore, slab: SlabReader, save_queue_bytes: int, *, clock: Clock = SYSTEM
@@ -181,12 +173,7 @@ def start_load(
 
 
 class StagedTask(Task):
-    """A load in progress on the load thread.
-
-    Args:
-        keys: The blocks to load.
-        clock: Time and threads.
-    """
+    """A load in progress on the load thread."""
 
     def __init__(self, keys: Sequence[BlockKey], *, clock: Clock = SYSTEM) -> None:
         self._keys = keys

@@ -31,9 +31,6 @@ FILE_KEY = "UCM_CONFIG_FILE"
 def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the options of the configured sparse method, or None.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-
     Raises:
         ConfigError: If the setting is not one method with its options, differs between places, or is misspelt; or
             the settings file cannot be read.

@@ -34,11 +34,7 @@ DIGIT = 256
 
 
 class CpuBackend:
-    """vLLM's CPU attention; `Backend` documents the methods.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-    """
+    """vLLM's CPU attention; `Backend` documents the methods."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config

@@ -72,10 +72,6 @@ class Rotaries:
     def of(self, layer_name: str, layer: Any) -> Rotary:
         """Return the rotary embedding of a layer.
 
-        Args:
-            layer_name: Its prefix in the model.
-            layer: vLLM's ``Attention``.
-
         Raises:
             SparseMethodError: If there is none, it is not a plain one, or its table is shorter than the longest
                 context.

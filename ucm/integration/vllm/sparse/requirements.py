@@ -65,12 +65,6 @@ class Refusal(NamedTuple):
 def require_engine(vllm_config: Any, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
     """Refuse an engine that no sparse method supports.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``, as the worker got it.
-        latent: Whether the method serves latent attention.
-        drafts: Whether the method serves speculative decoding.
-        hybrid: Whether the method serves attention beside recurrent layers.
-
     Raises:
         SparseMethodError: For the first obstacle.
     """
@@ -95,11 +89,7 @@ def latent_attention(where: str) -> Refusal:
 
 
 def limit_of_drafts(*, served: bool) -> str:
-    """Return which drafts a method refuses, for the error and for checks without an engine.
-
-    Args:
-        served: Whether the method serves speculative decoding, `SparseMethod.serves_drafts`.
-    """
+    """Return which drafts a method refuses, for the error and for checks without an engine."""
     if not served:
         return "this sparse method does not serve speculative decoding"
     return f"sparse methods serve only drafts by {', '.join(DRAFTS)}"
@@ -113,11 +103,6 @@ def is_latent(layer: Any) -> bool:
 def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
     """Refuse a layer that no sparse method supports.
 
-    Args:
-        layer_name: Its prefix in the model.
-        layer: vLLM's ``Attention``, or any other object of that name.
-        latent: Whether the method serves latent attention.
-
     Raises:
         SparseMethodError: For the first obstacle.
     """
@@ -129,12 +114,7 @@ def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
 
 
 def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) -> list[str]:
-    """Return a worker's layers with keys in a KV cache; recurrent ones have a state there, which no method reads.
-
-    Args:
-        kv_cache_groups: vLLM's ``KVCacheGroupSpec`` of each group.
-        layers: The worker's layers, by name.
-    """
+    """Return a worker's layers with keys in a KV cache; recurrent ones have a state there, which no method reads."""
     return [
         name
         for group in kv_cache_groups
@@ -145,12 +125,6 @@ def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) 
 
 def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], asked: AbstractSet[str]) -> None:
     """Refuse a model with layers whose attention passes no hook.
-
-    Args:
-        name: The method's.
-        kv_cache_config: The model runner's ``KVCacheConfig``.
-        layers: This worker's layers, by name.
-        asked: The layers that called the method in a step.
 
     Raises:
         SparseMethodError: Naming the layers that have keys in a cache but did not.
