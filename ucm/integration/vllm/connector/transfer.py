@@ -18,10 +18,11 @@ from ucm.store.format import gather
 from ucm.store.health import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
+    from ucm.integration.vllm.connector.metadata import BlockMoves
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError
     from ucm.store.memory.slab import SlabReader
@@ -32,24 +33,10 @@ Ended = Callable[[Exception | None], None]
 STAGING_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """The places of blocks in the slab.
-
-    Args:
-        places: The offset of this rank's part of each block.
-        tiers: The tier that each block was read from.
-    """
-
-    places: Sequence[int]
-    tiers: Sequence[str]
-
-
 class GroupTransfer(ABC):
     """Moves chunks of one KV-cache group; a call starts a task.
 
-    Keys are those of chunks, and ``block_ids`` lists the blocks of one chunk after the other. For the store, a chunk is
-    one block with more layer slices.
+    For the store, a chunk is one block with more layer slices.
 
     A save copies its chunks into rows of host memory, which the store then writes. So a step that will overwrite the
     blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A chunk for which no
@@ -66,15 +53,11 @@ class GroupTransfer(ABC):
     saver: Saver
 
     @abstractmethod
-    def load(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        staged: Staged | None,
-        depths: Sequence[int],
-    ) -> Task:
-        """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
+    def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
+        """Load some layers of chunks into the KV cache, from the slab if they are staged, else from the store.
+
+        ``share`` is where this rank's part of a staged chunk begins, behind the chunk's place.
+        """
 
     def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         """Begin a save of chunks; ``copy`` fills it layer by layer, and ``confirm`` or ``drop`` ends it."""
@@ -120,18 +103,16 @@ class HostTransfer(GroupTransfer):
         self.chunk_bytes = memory.geometry.nbytes
         self.chunk_tokens = memory.group.chunk_tokens
 
-    def load(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        staged: Staged | None,
-        depths: Sequence[int],
-    ) -> Task:
+    def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks into the KV cache."""
-        return start_load(
-            self.store, self._slab, self._blocks(keys, block_ids, layers, depths), staged, self._memory.geometry
-        )
+        memory = self._memory
+        blocks_of, first_slice = memory.group.blocks_of, memory.slice_count(layers.start)
+        blocks = [
+            BlockTransfer(key, memory.buffers(blocks_of(moves.block_ids, place), layers), first_slice, depth)
+            for place, (key, depth) in enumerate(zip(moves.keys, moves.depths, strict=True))
+        ]
+        places = _places(moves, share, blocks, memory.geometry)
+        return self._slab.load(blocks, places, moves.tiers) if places else self.store.load(blocks)
 
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
         """Copy some layers of a save's chunks at once."""
@@ -149,27 +130,11 @@ class HostTransfer(GroupTransfer):
         self.saver.close()
         self.store.close()
 
-    def _blocks(
-        self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depths: Sequence[int]
-    ) -> list[BlockTransfer]:
-        memory = self._memory
-        first_slice = memory.slice_count(layers.start)
-        return [
-            BlockTransfer(
-                key, memory.buffers(memory.group.blocks_of(block_ids, place), layers), first_slice, depths[place]
-            )
-            for place, key in enumerate(keys)
-        ]
 
-
-def start_load(
-    store: KVStore, slab: SlabReader, blocks: Sequence[BlockTransfer], staged: Staged | None, geometry: BlockGeometry
-) -> Task:
-    """Start to load blocks, from the slab if they are staged, else from the store."""
-    if staged is None:
-        return store.load(blocks)
+def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geometry: BlockGeometry) -> list[int]:
+    """Return where in the slab the layers of this rank's part of each staged chunk begin; nothing if none is staged."""
     skipped = sum(geometry.slice_sizes[: blocks[0].first_slice]) if blocks else 0
-    return slab.load(blocks, [place + skipped for place in staged.places], staged.tiers)
+    return [place + share + skipped for place in moves.places]
 
 
 class StagedTask(Task):
@@ -293,17 +258,10 @@ class StagedTransfer(GroupTransfer):
         self._gatherer = _Lane(memory, blocks, "ucm-gather", stagings=1, clock=clock)
         self.saver = Saver(store, memory.geometry.slice_sizes, save_queue_bytes, clock=clock)
 
-    def load(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        staged: Staged | None,
-        depths: Sequence[int],
-    ) -> Task:
-        """Load some layers of blocks onto the device."""
-        task = StagedTask(keys, clock=self._clock)
-        self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged, depths), task.end)
+    def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
+        """Load some layers of chunks onto the device."""
+        task = StagedTask(moves.keys, clock=self._clock)
+        self._loader.submit(lambda event: self._load(task, event, moves, layers, share), task.end)
         return task
 
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
@@ -334,55 +292,43 @@ class StagedTransfer(GroupTransfer):
         self.saver.close()
         self._store.close()
 
-    def _load(
-        self,
-        task: StagedTask,
-        event: Any,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        staged: Staged | None,
-        depths: Sequence[int],
-    ) -> None:
-        lane, geometry = self._loader, self._memory.geometry
-        reading: list[tuple[list[Any], Sequence[BlockKey], Sequence[int], Task]] = []
+    def _load(self, task: StagedTask, event: Any, moves: BlockMoves, layers: range, share: int) -> None:
+        """Load as many chunks at a time as the staging memory holds; read the next ones while some are placed."""
+        lane, size = self._loader, self._portion
+        reading: list[tuple[list[Any], slice, Task]] = []
         try:
-            for number, (some_keys, some_ids) in enumerate(self._portions(keys, block_ids)):
+            for number, first in enumerate(range(0, len(moves.keys), size)):
                 if len(reading) == len(lane.staging):
-                    self._place(task, event, layers, reading.pop(0))
-                staging = lane.staging[number % len(lane.staging)]
-                first = number * self._portion
+                    self._place(task, event, moves, layers, *reading.pop(0))
+                staging, part = lane.staging[number % len(lane.staging)], slice(first, first + size)
                 arrays = [self._memory.chunks(staging[layer]) for layer in layers]
-                transfers = _transfers(some_keys, arrays, layers, depths[first : first + len(some_keys)])
-                part = _part(staged, first, len(some_keys))
-                started = start_load(self._store, self._slab, transfers, part, geometry)
-                reading.append((staging, some_keys, some_ids, started))
+                blocks = [
+                    BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depth)
+                    for row, (key, depth) in enumerate(zip(moves.keys[part], moves.depths[part], strict=True))
+                ]
+                places = _places(moves, share, blocks, self._memory.geometry)[part]
+                started = self._slab.load(blocks, places, moves.tiers[part]) if places else self._store.load(blocks)
+                reading.append((staging, part, started))
             while reading:
-                self._place(task, event, layers, reading.pop(0))
+                self._place(task, event, moves, layers, *reading.pop(0))
         finally:
             # Also after a failure of the device: the next task needs staging memory that is no longer written.
             for *_, portion in reading:
                 portion.wait()
 
-    def _portions(
-        self, keys: Sequence[BlockKey], block_ids: Sequence[int]
-    ) -> Iterator[tuple[Sequence[BlockKey], Sequence[int]]]:
-        """Yield as many chunks at a time as the staging memory holds, with the ids of their blocks."""
-        blocks = self._memory.group.chunk_blocks
-        for start in range(0, len(keys), self._portion):
-            stop = start + self._portion
-            yield keys[start:stop], block_ids[start * blocks : stop * blocks]
-
     def _place(
         self,
         task: StagedTask,
         event: Any,
+        moves: BlockMoves,
         layers: range,
-        portion: tuple[list[Any], Sequence[BlockKey], Sequence[int], Task],
+        staging: list[Any],
+        part: slice,
+        reading: Task,
     ) -> None:
-        staging, keys, block_ids, reading = portion
         result = reading.wait()
-        blocks = self._memory.group.chunk_blocks
+        keys, blocks = moves.keys[part], self._memory.group.chunk_blocks
+        block_ids = moves.block_ids[part.start * blocks : part.stop * blocks]
         rows = [
             row for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK and keys[row // blocks] in result.done
         ]
@@ -436,18 +382,3 @@ class _Lane:
 
 def _nothing(event: Any) -> None:
     """Do nothing on the device."""
-
-
-def _part(staged: Staged | None, first: int, count: int) -> Staged | None:
-    if staged is None:
-        return None
-    return Staged(staged.places[first : first + count], staged.tiers[first : first + count])
-
-
-def _transfers(
-    keys: Sequence[BlockKey], arrays: list[Any], layers: range, depths: Sequence[int]
-) -> list[BlockTransfer]:
-    return [
-        BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depths[row])
-        for row, key in enumerate(keys)
-    ]

@@ -10,7 +10,6 @@ from ucm.background import call_within, wait_while_it_shrinks
 from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLostError
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
-from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -199,11 +198,8 @@ class TransferWorker:
 
     def start_load(self, moves: BlockMoves, layers: range) -> Task:
         """Start to load some layers of blocks."""
-        staged = None
-        if moves.places:
-            share = moves.shares[self._places[moves.group]]
-            staged = Staged([place + share for place in moves.places], moves.tiers)
-        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged, moves.depths)
+        share = moves.shares[self._places[moves.group]] if moves.places else 0
+        return self.groups[moves.group].load(moves, layers, share)
 
     def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import tensor
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory
+from ucm.integration.vllm.connector.metadata import BlockMoves
 from ucm.store.base import BlockKey, Task
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -100,6 +101,10 @@ class Failing(DeviceMemory):
             raise RuntimeError("out of memory")
 
 
+def moves(keys: Sequence[BlockKey], blocks: Sequence[int]) -> BlockMoves:
+    return BlockMoves("r", 0, list(keys), list(blocks), list(range(len(keys))))
+
+
 class Setup:
     """KV caches, the device, the store and the transfer between them, with chunks of two blocks and a small queue."""
 
@@ -143,7 +148,7 @@ class Setup:
                 path.unlink()
 
     def load(self, keys: Sequence[BlockKey], blocks: Sequence[int], layers: range = ALL) -> TaskResult:
-        return self.transfer.load(keys, blocks, layers, None, range(len(keys))).wait()
+        return self.transfer.load(moves(keys, blocks), layers, 0).wait()
 
     def wipe(self) -> None:
         for cache in self.caches.values():
@@ -215,7 +220,7 @@ def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
     first = task.wait()
     assert task.check()
     assert task.wait().done == first.done
-    loading = setup.transfer.load(KEYS[:3], range(3), ALL, None, range(3))
+    loading = setup.transfer.load(moves(KEYS[:3], range(3)), ALL, 0)
     setup.clock.advance(2 * LOAD_SECONDS - 0.5)
     assert not loading.check()
     setup.clock.advance(0.5)
@@ -292,7 +297,7 @@ def test_loads_and_saves_at_once(setup: Setup) -> None:
     for cache in setup.caches.values():
         cache.view()[:, :4] = 0
     for _ in range(20):
-        loads = setup.transfer.load(KEYS[:4], range(4), ALL, None, range(4))
+        loads = setup.transfer.load(moves(KEYS[:4], range(4)), ALL, 0)
         saves = setup.start_save(KEYS[6:], range(6, 12))
         assert not loads.wait().failed
         assert not saves.wait().failed

@@ -13,7 +13,7 @@ from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
-from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged
+from ucm.integration.vllm.connector.transfer import GroupTransfer
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import (
@@ -72,22 +72,15 @@ class Scripted(GroupTransfer):
         self.log: list[str] = []
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
-        self.staged: list[Staged | None] = []
+        self.shares: list[int] = []
         self.stands_back: list[bool] = []
 
     def throttle(self, *, active: bool) -> None:
         self.stands_back.append(active)
 
-    def load(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        layers: range,
-        staged: Staged | None,
-        depths: Sequence[int],
-    ) -> Task:
-        self.staged.append(staged)
-        return self._call("load", keys, layers, f" into {list(block_ids)}")
+    def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
+        self.shares.append(share)
+        return self._call("load", moves.keys, layers, f" into {moves.block_ids}")
 
     def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         call = Call(self, "save", keys, range(0))
@@ -336,7 +329,7 @@ def test_all_loads_are_started_before_the_first_is_waited_for() -> None:
     there.places, there.shares, there.tiers = [4096], (0, 512), ["posix"]
     setup.worker.load(StepPlan(1, loads=[moves(1, 2), there]))
     assert setup.transfer.said() == ["load 1 2 into [1, 2]", "load 3 into [3]", "wait load 1 2", "wait load 3"]
-    assert setup.transfer.staged == [None, Staged([4096 + 512], ["posix"])]
+    assert setup.transfer.shares == [0, 512]
     assert setup.counts.blocks == {"loaded": 3, "posix": 3}
 
 
