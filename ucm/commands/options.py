@@ -47,11 +47,7 @@ def refuse_own(given: Mapping[str, Any], own: Collection[str], who: str) -> None
 
 
 def positive(text: str) -> float:
-    """Return an argument that is a finite number above 0.
-
-    Raises:
-        ArgumentTypeError: It is not.
-    """
+    """Return an argument that is a finite number above 0."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError("must be more than 0")
@@ -89,11 +85,7 @@ def read_prompt(options: argparse.Namespace) -> list[int] | None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return an argument that is a JSON object.
-
-    Raises:
-        ArgumentTypeError: The text is not a JSON object.
-    """
+    """Return an argument that is a JSON object."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

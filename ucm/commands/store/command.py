@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ucm.commands.options import add_deployment, add_engine_args
+from ucm.commands.options import add_deployment, add_engine_args, at_least
 from ucm.errors import UcmError
 from ucm.salts import is_tag_name
 
@@ -89,7 +89,7 @@ def _add_ls(commands: Any) -> None:
     parser.add_argument("--sort", choices=("used", "size", "key"), default="used", help="default: used")
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
-        "--limit", type=count, default=50, metavar="N", help="list at most N blocks; 0: all (default: 50)"
+        "--limit", type=at_least(0), default=50, metavar="N", help="list at most N blocks; 0: all (default: 50)"
     )
 
 
@@ -99,7 +99,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "--quarantine", action="store_true", help="quarantine damaged blocks, as an engine that reads them does"
     )
-    parser.add_argument("--threads", type=count, default=4, metavar="N", help="read with N threads (default: 4)")
+    parser.add_argument("--threads", type=at_least(0), default=4, metavar="N", help="read with N threads (default: 4)")
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +150,7 @@ def _add_drop(commands: Any) -> None:
 def _add_from_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-token",
-        type=count,
+        type=at_least(0),
         default=0,
         metavar="N",
         help="leave the first N tokens, for instance of a system prompt that other prompts share (default: 0)",
@@ -180,13 +180,17 @@ def _add_bench(commands: Any) -> None:
     parser = _add(commands, "bench", "measure a store on this machine, compared with plain copies and files")
     parser.epilog = "It writes to its own namespace, which it deletes at the end. Exit code: 0 measured, 2 wrong usage."
     _add_where(parser)
-    parser.add_argument("--blocks", type=count, default=64, metavar="N", help="number of blocks (default: 64)")
+    parser.add_argument("--blocks", type=at_least(0), default=64, metavar="N", help="number of blocks (default: 64)")
     parser.add_argument("--block", type=size, default=4 << 20, metavar="SIZE", help="size of a block (default: 4MiB)")
     parser.add_argument(
-        "--rounds", type=count, default=9, metavar="N", help="rounds; the best and the median are reported (default: 9)"
+        "--rounds",
+        type=at_least(0),
+        default=9,
+        metavar="N",
+        help="rounds; the best and the median are reported (default: 9)",
     )
     parser.add_argument(
-        "--lookup", type=count, default=0, metavar="N", help="also measure lookups with N blocks stored"
+        "--lookup", type=at_least(0), default=0, metavar="N", help="also measure lookups with N blocks stored"
     )
     parser.add_argument(
         "--sample",
@@ -243,11 +247,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d|w)")
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a duration such as ``30d``.
-
-    Raises:
-        argparse.ArgumentTypeError: It stands for none.
-    """
+    """Return the seconds of a duration such as ``30d``."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 90s, 15min, 12h, 30d or 4w")
@@ -255,11 +255,7 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as ``100GiB``; 0 is valid.
-
-    Raises:
-        argparse.ArgumentTypeError: It stands for none.
-    """
+    """Return the bytes of a size such as ``100GiB``; 0 is valid."""
     from ucm.config.settings import SIZE_HELP, parse_size  # noqa: PLC0415 - see above
 
     try:
@@ -269,33 +265,14 @@ def size(text: str) -> int:
 
 
 def key_prefix(text: str) -> str:
-    """Check the start of a key, in hexadecimal digits.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Check the start of a key, in hexadecimal digits."""
     if not re.fullmatch(r"[0-9a-f]{1,128}", text):
         raise argparse.ArgumentTypeError(f"{text!r}: a key is written in the digits 0-9 and a-f")
     return text
 
 
 def tag(text: str) -> str:
-    """Check the tag of a salt.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Check the tag of a salt."""
     if not is_tag_name(text):
         raise argparse.ArgumentTypeError(f"{text!r}: a tag is what `ucm store tag` prints, or no-salt")
     return text
-
-
-def count(text: str) -> int:
-    """Return a whole number of at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)

@@ -20,7 +20,7 @@ from ucm.clock import SYSTEM
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.sides import BlendSchedulerSide, BlendWorkerSide
 from ucm.integration.vllm.connector.failures import refusals_logged
-from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector
+from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector, side_of
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -79,15 +79,11 @@ class BlendConnector(UCMDirectConnector):
 
     @property
     def _planning(self) -> BlendSchedulerSide:
-        if self._blend_scheduler is None:
-            raise RuntimeError("a worker's connector was asked for the scheduler's part")
-        return self._blend_scheduler
+        return side_of(self._blend_scheduler)
 
     @property
     def _filling(self) -> BlendWorkerSide:
-        if self._blend_worker is None:
-            raise RuntimeError("the scheduler's connector was asked for a worker's part")
-        return self._blend_worker
+        return side_of(self._blend_worker)
 
     # Scheduler side
 

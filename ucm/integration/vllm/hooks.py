@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ucm.compat import clear_row, optional, replace_block_hash
+from ucm.errors import SparseMethodError
 from ucm.sparse.base import Role, SparseMethod, require_hooks
 
 if TYPE_CHECKING:
@@ -226,19 +227,29 @@ def _check_built(method: SparseMethod, request_id: str) -> None:
     A scheduler may allocate repeatedly within a step, but the computed tokens of a request only grow after a step.
     """
     if "SCHEDULER" in method.needed_hooks:
-        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
-
         runs = f"another step of request {request_id}"
-        raise hook_lost(type(method).__name__, "scheduler_output_built", runs, "scheduler")
+        raise _hook_lost(method, "scheduler_output_built", runs, "scheduler")
 
 
 def _check_allocated(method: SparseMethod, scheduler_output: Any) -> None:
     """Check that a step without allocations has no requests, because each gets blocks before it runs."""
     if scheduler_output.num_scheduled_tokens and "KV_CACHE_MANAGER" in method.needed_hooks:
-        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
-
         runs = f"a step of {len(scheduler_output.num_scheduled_tokens)} requests"
-        raise hook_lost(type(method).__name__, "before_allocation", runs, "KV-cache manager")
+        raise _hook_lost(method, "before_allocation", runs, "KV-cache manager")
+
+
+def _hook_lost(method: SparseMethod, hook: str, runs: str, place: str = "model runner") -> SparseMethodError:
+    """Return the error for a step in which something runs although a hook of a part of vLLM did not fire before it.
+
+    Hooks are checked when an engine starts. If one is removed later, the method would run incompletely: its scheduler
+    side frees blocks that are not copied out, or that this step still reads; or no blocks are freed.
+    """
+    return SparseMethodError(
+        f"{type(method).__name__} was not told of a step that runs: a hook of the {place} has been taken out",
+        where=f"{runs} runs, and the hook {hook} did not fire before it",
+        fix=f"remove the code that replaces functions of vLLM's {place} in a running engine, or serve without "
+        "ucm_sparse_config",
+    )
 
 
 # Worker side.
@@ -369,9 +380,7 @@ def _step_arrived(method: SparseMethod, scheduler_output: Any) -> None:
     told = optional(scheduler_output, TOLD, False)
     runs = scheduler_output.num_scheduled_tokens
     if not told and method.decided and runs and "SCHEDULER" in method.needed_hooks:
-        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
-
-        raise hook_lost(type(method).__name__, "scheduler_output_built", f"a step of {len(runs)} requests", "scheduler")
+        raise _hook_lost(method, "scheduler_output_built", f"a step of {len(runs)} requests", "scheduler")
     method.decided |= told
     method.awaits_begin = bool(runs)
 
@@ -380,9 +389,7 @@ def _check_arrived(method: SparseMethod, scheduler_output: Any) -> None:
     """Check that the method was notified when the starting step arrived."""
     told = method.awaits_begin or not scheduler_output.num_scheduled_tokens
     if not told and "MODEL_RUNNER" in method.needed_hooks:
-        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
-
-        raise hook_lost(type(method).__name__, "update_states", "the model")
+        raise _hook_lost(method, "update_states", "the model")
     method.awaits_begin = False
 
 
@@ -451,9 +458,7 @@ def attention_begin(
         method.layer_seen(layer_name)
         return query, key, value, attn_metadata
     if method.awaits_begin:
-        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
-
-        raise hook_lost(type(method).__name__, "execute_begin", f"layer {layer_name}")
+        raise _hook_lost(method, "execute_begin", f"layer {layer_name}")
     if method.asked is not None:
         method.asked.add(layer_name)
     return method.attention_begin(layer_name, query, key, value, kv_cache, attn_metadata)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,6 +63,8 @@ except ImportError:  # until 0.11.0: a connector means one KV-cache group
 
 logger = get_logger(__name__)
 
+Side = TypeVar("Side")
+
 #: For our tiers, vLLM's word for where a hit comes from; the other is for servers, and for what no tier is known of.
 SOURCES, OTHER_SOURCE = {"dram": "host", "posix": "disk"}, "external_unspecified"
 #: From 0.11.0 on vLLM collects the counts; before, each side publishes them itself, once per step.
@@ -75,6 +77,17 @@ def _takes_stats(vllm_config: VllmConfig) -> bool:
         return VLLM_TAKES_STATS
     multi = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
     return optional(multi, "MultiKVConnectorPromMetrics") is not None
+
+
+def side_of(side: Side | None) -> Side:
+    """Return a side of a connector.
+
+    Raises:
+        RuntimeError: It is in another process.
+    """
+    if side is None:
+        raise RuntimeError("a connector was asked for the part of its other side")
+    return side
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
@@ -176,15 +189,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     @property
     def _scheduler(self) -> SchedulerSide:
-        if self._scheduler_side is None:
-            raise RuntimeError("a worker's connector was asked for the scheduler's part")
-        return self._scheduler_side
+        return side_of(self._scheduler_side)
 
     @property
     def _worker(self) -> WorkerSide:
-        if self._worker_side is None:
-            raise RuntimeError("the scheduler's connector was asked for a worker's part")
-        return self._worker_side
+        return side_of(self._worker_side)
 
     # Scheduler side
 

@@ -141,26 +141,6 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
         )
 
 
-def hook_lost(name: str, hook: str, runs: str, place: str = "model runner") -> SparseMethodError:
-    """Return the error for a step in which something runs although an earlier hook did not fire.
-
-    Hooks are checked when an engine starts. If one is removed later, the method would run incompletely: its scheduler
-    side frees blocks that are not copied out, or that this step still reads; or no blocks are freed.
-
-    Args:
-        name: The method's.
-        hook: The hook that did not fire.
-        runs: What runs regardless.
-        place: The part of vLLM that calls the hook.
-    """
-    return SparseMethodError(
-        f"{name} was not told of a step that runs: a hook of the {place} has been taken out",
-        where=f"{runs} runs, and the hook {hook} did not fire before it",
-        fix=f"remove the code that replaces functions of vLLM's {place} in a running engine, or serve without "
-        "ucm_sparse_config",
-    )
-
-
 def require_plain_keys(layer_name: str, layer: Any) -> None:
     """Refuse a layer with quantised keys in its cache.
 
