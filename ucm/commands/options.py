@@ -58,10 +58,9 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return the type of an argument that is a whole number of at least so much."""
 
     def whole_number(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}")
-        return number
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}")
+        return int(text)
 
     return whole_number
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ucm.background import Later, call_later, wait_for_all
 from ucm.clock import SYSTEM
-from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document, read_yaml
+from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
 from ucm.config.problems import NO_VALUE, Place, RefusedValueError, raise_for, unknown, wrong
 from ucm.config.settings import (
     DRAM,
@@ -114,7 +114,6 @@ def check_connector_config(
     document = read_document(extra_config)
     out = translate(document, ConnectorConfig.model_fields)
     top = Place(str(document.file or INLINE))
-    _read_metrics_file(out)
     store = _store(out, top, make=make, clock=clock)
     # If the store is invalid, an empty one takes its place, so that the problems of the other settings are found, too.
     settings = {**out.settings, "store": store or StoreSettings(pipeline="Empty")}
@@ -424,21 +423,6 @@ def _check_capacity(
         out.problems.append(problem)
 
 
-def _read_metrics_file(out: Translation) -> None:
-    """Read the only setting of UCM's metrics file that applies here."""
-    path = out.settings.get("metrics_config_path")
-    if not isinstance(path, str):
-        return
-    place, _ = out.origins[("metrics_config_path",)]
-    try:
-        interval = read_log_interval(Path.cwd() / expand(path, place), out)
-    except ConfigError as error:
-        out.problems.append(error)
-        return
-    if interval is not None:
-        out.settings.setdefault("metrics_log_interval", interval)
-
-
 def _whence(document: Document) -> list[str]:
     """Return notices about the origin of the settings."""
     if document.file is None:
@@ -508,42 +492,3 @@ def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, w
 def _nearest(directory: Path) -> Path:
     """Return the directory, or its nearest existing parent."""
     return next(one for one in (directory, *directory.parents) if one.exists())
-
-
-LOG_INTERVAL = "log_interval"
-_SAME = "all metrics of docs/metrics.md are exported, through vLLM's own /metrics"
-WITHOUT_EFFECT = {
-    "counter": _SAME,
-    "gauge": _SAME,
-    "histogram": _SAME,
-    "histogram_max_length": "observations are counted in buckets at once, so none accumulate",
-    "metric_prefix": "metrics are named ucm:…, as the dashboard expects",
-    "multiproc_dir": "vLLM's own PROMETHEUS_MULTIPROC_DIR applies",
-}
-
-
-def read_log_interval(path: Path, out: Translation) -> float | None:
-    """Return the seconds between log lines that a metrics file sets; None if it sets none.
-
-    Args:
-        path: The file.
-        out: Collects settings without effect, and problems.
-
-    Raises:
-        ConfigError: If the file cannot be read.
-    """
-    settings = read_yaml(path)
-    for key, value in settings.items():
-        place = Place(str(path), key)
-        if key in WITHOUT_EFFECT:
-            out.without_effect(place, WITHOUT_EFFECT[key])
-        elif key != LOG_INTERVAL:
-            out.problems.append(unknown(place, value, {LOG_INTERVAL, *WITHOUT_EFFECT}))
-    interval = settings.get(LOG_INTERVAL)
-    if interval is None:
-        return None
-    if isinstance(interval, bool) or not isinstance(interval, int | float) or not interval >= 0:
-        problem = wrong(Place(str(path), LOG_INTERVAL), "not a number of seconds", "write a number", interval)
-        out.problems.append(problem)
-        return None
-    return float(interval)

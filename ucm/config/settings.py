@@ -256,7 +256,6 @@ class ConnectorConfig(BaseModel):
         load_failure: Whether a request whose blocks fail to load is recomputed or fails.
         metrics: Whether counters are exported through vLLM's metrics.
         metrics_log_interval: Seconds between log lines about hits; 0 for none.
-        metrics_config_path: A metrics file of UCM, of which log_interval is used.
         kv_events: Whether stored blocks are announced by vLLM's KV-cache events.
         weights_id: The operator's name for the weights, used as their identity in place of their files' contents.
         trust_media_names: Whether a multimodal input's name identifies it in place of its data.
@@ -277,7 +276,6 @@ class ConnectorConfig(BaseModel):
     load_failure: Literal["recompute", "fail"] = "recompute"
     metrics: bool = True
     metrics_log_interval: float = Field(default=10.0, ge=0, le=_MOST_SECONDS)
-    metrics_config_path: FilePath | None = None
     kv_events: bool = False
     weights_id: str | None = Field(default=None, min_length=1)
     trust_media_names: bool = False

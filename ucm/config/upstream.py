@@ -93,6 +93,7 @@ WITHOUT_EFFECT = {
     "enable_record_traces": "requests are not traced; ucm:queried_tokens_total and ucm:hit_tokens_total count them",
     "inference_duration_monitor_fake_hit_ratio": "there is no such monitor",
     "load_only_first_rank": "every rank loads what it needs itself",
+    "metrics_config_path": "all metrics are exported as vLLM's are; metrics_log_interval is that of the log",
     "persist_token_threshold": "short requests are saved as well; min_hit_tokens is the shortest hit that is loaded",
     "timeout_ms": _NO_TIMEOUT,
     "wa_dump_block_wise": "every whole block is saved",

@@ -51,7 +51,7 @@ UPSTREAM = st.fixed_dictionaries(
 )
 SETTINGS = mappings(
     {
-        **{name: None for name in ConnectorConfig.model_fields if name != "metrics_config_path"},
+        **ConnectorConfig.model_fields,
         **upstream.RENAMED,
         **upstream.REFUSED,
     },

@@ -17,7 +17,7 @@ import pytest
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config import ConnectorConfig, load_connector_config
 from ucm.config.document import FILE_KEY, read_document
-from ucm.config.load import WITHOUT_EFFECT, check_connector_config
+from ucm.config.load import check_connector_config
 from ucm.config.upstream import WITHOUT_EFFECT as NO_EFFECT
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
@@ -90,14 +90,13 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         "  save_threads: none\n"
         "conector: layerwise\n"
         "min_hit_tokens: -1\n"
-        "load_failure: retry\n"
-        "metrics_config_path: none.yaml\n",
+        "load_failure: retry\n",
         "utf-8",
     )
     with pytest.raises(ConfigError) as caught:
         load_connector_config({"UCM_CONFIG_FILE": str(path), "use_lite": True})
     text = str(caught.value)
-    assert text.startswith("7 settings cannot be used\n")
+    assert text.startswith("6 settings cannot be used\n")
     for line in (
         "'conector' is not a setting",
         f"where: {path}: conector = 'layerwise'",
@@ -108,7 +107,6 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         f"where: {path}: store.save_threads = 'none'",
         f"where: {path}: load_failure = 'retry'",
         "to do: write 'recompute' or 'fail'",
-        "the configuration file does not exist",
         "where: kv_connector_extra_config: use_lite = True",
     ):
         assert line in text
@@ -127,7 +125,6 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (EMPTY | {"hit_ratio": float("nan")}, "not a finite number", "hit_ratio = nan"),
         (EMPTY | {"connector": "mock"}, "the mock connector needs hit_ratio", ""),
         (EMPTY | {"save_decode_blocks": "no"}, "neither true nor false", "save_decode_blocks = 'no'"),
-        (EMPTY | {"metrics_config_path": 3}, "not a text", "metrics_config_path = 3"),
         (EMPTY | {"ucm_sparse_config": []}, "not a mapping", "ucm_sparse_config = []"),
         (EMPTY | {"zzz": 1}, "'zzz' is not a setting", "zzz = 1"),
     ],
@@ -337,39 +334,6 @@ def test_a_directory_that_may_not_be_written() -> None:
     assert f"no file can be created in {closed}: Permission denied" in told
     assert f"{closed}/below does not exist and cannot be created: Permission denied" in told
     assert f"store.directories[1] = '{closed}/below'" in told
-
-
-def load(path: Path, text: str, **more: object) -> float:
-    path.write_text(text, "utf-8")
-    extra = {"store": {"pipeline": "Empty"}, "metrics_config_path": str(path), **more}
-    return load_connector_config(extra).metrics_log_interval
-
-
-def test_its_interval_is_used(tmp_path: Path) -> None:
-    assert load(tmp_path / "m.yaml", "log_interval: 5\n") == 5
-
-
-def test_a_setting_of_ours_wins(tmp_path: Path) -> None:
-    assert load(tmp_path / "m.yaml", "log_interval: 5\n", metrics_log_interval=2) == 2
-
-
-def test_one_that_says_nothing_of_it(tmp_path: Path, said: list[str]) -> None:
-    assert load(tmp_path / "m.yaml", "metric_prefix: 'kv:'\n") == 10
-    told = f"[UCM.Connector] {tmp_path}/m.yaml: metric_prefix has no effect here: {WITHOUT_EFFECT['metric_prefix']}"
-    assert said == [told]
-
-
-@pytest.mark.parametrize("value", ["-1", "true", "often", ".nan"])
-def test_an_interval_that_is_none(value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a number of seconds") as caught:
-        load(tmp_path / "m.yaml", f"log_interval: {value}\n")
-    assert caught.value.where.startswith(f"{tmp_path}/m.yaml: log_interval = ")
-
-
-def test_a_key_that_it_does_not_have(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'log_intervall' is not a setting") as caught:
-        load(tmp_path / "m.yaml", "log_intervall: 3\n")
-    assert caught.value.fix == "did you mean 'log_interval'?"
 
 
 # Directories that are the same.

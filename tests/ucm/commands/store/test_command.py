@@ -16,8 +16,9 @@ import pytest
 
 from tests.system import require_root
 from tests.ucm.commands.store.conftest import BIG, SMALL
+from ucm.commands.options import at_least
 from ucm.commands.store import verify
-from ucm.commands.store.command import count, duration, key_prefix, size
+from ucm.commands.store.command import duration, key_prefix, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +161,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         *((duration, text) for text in ("", "30", "d", "-1d", "1y", "1 d", "5m")),
         *((size, text) for text in ("", "-1", "5G", "x", "1e3", "20", "010GiB", "1:30", "٣GiB", "99999999٣")),
         *((key_prefix, text) for text in ("", "xyz", "AB", "a" * 129)),
-        *((count, text) for text in ("", "-1", "1.0", "x")),
+        *((at_least(0), text) for text in ("", "-1", "1.0", "x")),
     ],
 )
 def test_what_cannot_be_read(read: Callable[[str], object], text: str) -> None:

@@ -28,7 +28,6 @@ def write(path: Path, text: str) -> Path:
 def test_the_same_as_the_connector_understands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unlike the connector, reading the configuration creates no directories."""
     monkeypatch.setenv("KV", str(tmp_path / "kv"))
-    monkeypatch.setenv("KV_METRICS", str(UPSTREAM / "metrics.yaml"))
     monkeypatch.chdir(tmp_path)
     found = read_store_settings(UPSTREAM / f"{name}.yaml")
     assert list(tmp_path.iterdir()) == []
