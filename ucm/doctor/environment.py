@@ -271,10 +271,9 @@ def check_runtime(others: list[str]) -> Finding:
     )
 
 
-def switches(environ: Mapping[str, str] | None = None) -> list[str]:
+def switches() -> list[str]:
     """Return the UCM_DISABLE_* variables that are set."""
-    environ = os.environ if environ is None else environ
-    return sorted(name for name in environ if name.startswith("UCM_DISABLE_") and is_set(name, environ))
+    return sorted(name for name in os.environ if name.startswith("UCM_DISABLE_") and is_set(name))
 
 
 def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:

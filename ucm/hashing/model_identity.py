@@ -8,7 +8,6 @@ the rest in a way that is fixed per release.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -203,16 +202,10 @@ def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
         repository, dashes, module = name.partition("--")
         if not dashes or repository == model:
             continue
-        try:
-            hub = importlib.import_module("huggingface_hub")  # installed with vLLM
-            file = f"{module.split('.')[0]}.py"
-            revision = optional(model_config, "code_revision")
-            found = hub.try_to_load_from_cache(repository, file, revision=revision)
-        except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
-            found = None
-        if not isinstance(found, str):
+        found = _cached(repository, f"{module.split('.')[0]}.py", optional(model_config, "code_revision"))
+        if found is None:
             raise _unknown("the model runs code of a repository that is not in the hub's cache", name)
-        files |= {f"{repository}--{of.name}": of for of in sorted(Path(found).parent.glob("*.py"))}
+        files |= {f"{repository}--{of.name}": of for of in sorted(found.parent.glob("*.py"))}
     return files
 
 
@@ -220,14 +213,10 @@ def _snapshot(repository: str, commit: str | None, load_config: Any) -> Path | N
     """Return the directory of a repository's files, with its weights, in the hub's cache; None if there is none."""
     if commit is None:
         return None
-    try:
-        hub = importlib.import_module("huggingface_hub")  # installed with vLLM
-        folder = optional(load_config, "download_dir")
-        found = hub.try_to_load_from_cache(repository, "config.json", revision=commit, cache_dir=folder)
-        # A directory of the operator's has the weights, but not the configuration.
-        place = Path(found).parent if isinstance(found, str) else _in_folder(folder, repository, commit)
-    except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
-        return None
+    folder = optional(load_config, "download_dir")
+    found = _cached(repository, "config.json", commit, folder)
+    # A directory of the operator's has the weights, but not the configuration.
+    place = _in_folder(folder, repository, commit) if found is None else found.parent
     return place if place is not None and place.is_dir() and _weight_files(place) else None
 
 
@@ -254,12 +243,18 @@ def _hub_commit(repository: str, model_config: Any) -> str | None:
 
 def _cached_commit(repository: str, revision: str | None) -> str | None:
     """Return the commit of a revision in the hub's cache."""
+    found = _cached(repository, "config.json", revision)
+    return next((part for part in (found.parts if found else ()) if _COMMIT.fullmatch(part)), None)
+
+
+def _cached(repository: str, file: str, revision: str | None, folder: str | None = None) -> Path | None:
+    """Return a file of a repository in the hub's cache, or in a folder of the same form; None if it is not there."""
     try:
         hub = importlib.import_module("huggingface_hub")  # installed with vLLM
-        cached = hub.try_to_load_from_cache(repository, "config.json", revision=revision)
+        found = hub.try_to_load_from_cache(repository, file, revision=revision, cache_dir=folder)
     except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
         return None
-    return next((part for part in Path(str(cached)).parts if _COMMIT.fullmatch(part)), None)
+    return Path(found) if isinstance(found, str) else None
 
 
 def _version(distribution: str) -> str:
@@ -532,20 +527,15 @@ _PLUGINS = "VLLM_PLUGINS"
 def vllm_release() -> str:
     """Return the version of the vLLM in this process, or of the installed one; empty if there is none."""
     loaded = optional(sys.modules.get("vllm"), "__version__")
-    if loaded:
-        return str(loaded)
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return ""
+    return str(loaded) if loaded else _version("vllm")
 
 
 def packages(model_config: Any) -> dict[str, str]:
     """Return the versions of packages beside vLLM that compute KV: kernels, plug-ins, and transformers if used."""
     found = {}
     for name in (*_KERNELS, *(("transformers",) if _runs_transformers(model_config) else ())):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+        if version := _version(name):
+            found[name] = version
     named = os.environ.get(_PLUGINS)
     for group in _PLUGIN_GROUPS:
         for point in metadata.entry_points(group=group):

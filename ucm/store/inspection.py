@@ -24,7 +24,7 @@ from ucm.store.base import (
     StoreError,
 )
 from ucm.store.format import namespace_digest
-from ucm.store.memory.segment import check_slot, delete_slot, directory_of, segments
+from ucm.store.memory.segment import check_slot, delete_slot, segments
 from ucm.store.posix.files import check_file, quarantine, read_body, read_header
 from ucm.store.posix.layout import (
     IDENTITY,
@@ -239,30 +239,6 @@ def identity(layout: Layout) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStock:
-    """What a Dram tier's directory holds."""
-
-    segments: int
-    nbytes: int  #: of the segments
-    blocks: int
-
-
-def take_stock_of_memory(root: str) -> MemoryStock:
-    """Count the contents of a Dram tier's directory.
-
-    Args:
-        root: The directory.
-
-    Raises:
-        OSError: It cannot be listed.
-    """
-    layouts = list(namespaces(root))
-    sizes = [status.st_size for layout in layouts for _, status in list_directory(directory_of(layout))]
-    blocks = sum(1 for layout in layouts for segment in segments(layout) for _ in segment.blocks())
-    return MemoryStock(len(sizes), sum(sizes), blocks)
 
 
 def take_stock(
