@@ -87,8 +87,8 @@ def test_a_wrong_argument_is_one_error(
     [
         ("--engine-args", "{", "not JSON"),
         ("--engine-args", "[]", "write a JSON object"),
-        ("--max-tokens", "0", "argument --max-tokens: must be at least 1"),
-        ("--every", "0", "argument --every: must be at least 1"),
+        ("--max-tokens", "0", "argument --max-tokens: must be a whole number of at least 1"),
+        ("--every", "0", "argument --every: must be a whole number of at least 1"),
     ],
 )
 def test_an_argument_of_another_kind_is_refused(

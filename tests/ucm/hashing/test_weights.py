@@ -227,7 +227,7 @@ def test_code_of_another_repository_counts(tmp_path: Path, monkeypatch: pytest.M
     (code / "modeling.py").write_text("import layers", encoding="utf-8")
     (code / "layers.py").write_text("1", encoding="utf-8")
 
-    def try_to_load_from_cache(repository: str, name: str, revision: str | None) -> str | None:
+    def try_to_load_from_cache(repository: str, name: str, revision: str | None, cache_dir: str | None) -> str | None:
         return str(code / name) if (repository, revision) == ("org/code", "v1") else None
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache))

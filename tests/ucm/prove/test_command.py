@@ -129,7 +129,7 @@ def test_an_environment_without_vllm(place: Place) -> None:
     ("options", "what"),
     [
         (("--minutes", "0"), "argument --minutes: must be more than 0"),
-        (("--tokens", "20"), "argument --tokens: must be at least 128"),
+        (("--tokens", "20"), "argument --tokens: must be a whole number of at least 128"),
         (("--engine-args", "[1]"), "argument --engine-args: write a JSON object"),
         (("--sparse", "BlockTopk"), "argument --sparse: did you mean 'BlockTopK'?"),
         (("--engine-args", '{"model": "x"}'), "`ucm prove` sets model itself"),

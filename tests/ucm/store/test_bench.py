@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench
+from ucm.store.bench import Figures, Workload, bench, beside, for_bench
 from ucm.testing.blocks import files
 
 if TYPE_CHECKING:
@@ -70,12 +70,3 @@ def test_sides_are_merged() -> None:
 def test_ratios_are_taken_within_a_round() -> None:
     figures = Figures(SMALL, {"load hot": [2.0, 1.0, 4.0], "read hot": [1.0, 1.0, 3.0]})
     assert figures.ratio("load hot", "read hot") == (1.0, 0.75)
-
-
-def test_lookups_are_measured(config: StoreConfig) -> None:
-    heard: list[int] = []
-    figures = bench_lookup(config, stored=3000, asked=50, calls=10, progress=heard.append)
-    assert heard == [0, 1000, 2000]
-    assert [len(seconds) for seconds in (figures.opening, figures.found, figures.missing)] == [10] * 3
-    assert LookupFigures.quantile([1.0, 2.0, 3.0], 0.5) == 2.0
-    assert files(config.directories[0]) == []

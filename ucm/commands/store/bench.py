@@ -22,7 +22,7 @@ from ucm.store.advice import (
     generated,
     stored_sample,
 )
-from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench
+from ucm.store.bench import Figures, Workload, bench, beside, for_bench
 from ucm.store.compression import check_installed
 from ucm.store.config import StoreConfig
 from ucm.store.memory.segment import LOCK_FILE
@@ -52,14 +52,11 @@ def run(options: argparse.Namespace) -> int:
         )
     if config.parts == ["Empty"]:
         raise UcmError("the store 'Empty' keeps nothing that could be measured", fix="name another one")
-    if options.lookup and "Posix" not in config.pipeline:
-        raise UcmError("lookups are measured in the Posix tier, and this store has none", fix="leave out --lookup")
     workload = Workload(options.blocks, _SLICES, slice_nbytes, options.rounds)
     new = "Posix" not in config.parts and not Path(config.dram_directory).exists()
     try:
         with progress("measuring", None, "steps") as bar:
             figures = bench(config, workload, partial(_step, bar))
-        lookups = _lookups(config, options.lookup) if options.lookup else None
     finally:
         if new:
             with suppress(OSError):
@@ -67,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
                 Path(config.dram_directory).rmdir()
     sample, compared = _compression(config, options, workload)
     if options.json:
-        say_json({**_data(config, figures, lookups), **_compression_data(sample, compared)})
+        say_json({**_data(config, figures), **_compression_data(sample, compared)})
     else:
-        say([*_text(config, figures, lookups), *_compression_text(sample, compared)])
+        say([*_text(config, figures), *_compression_text(sample, compared)])
     return 0
 
 
@@ -118,22 +115,13 @@ def _compression(
     return sample, found
 
 
-def _lookups(config: StoreConfig, stored: int) -> LookupFigures:
-    with progress("storing", stored, "blocks") as bar:
-
-        def reached(done: int) -> None:
-            bar.update(done - bar.n)
-
-        return bench_lookup(config, stored, min(64, stored), progress=reached)
-
-
 def _shares(config: StoreConfig, figures: Figures) -> dict[str, tuple[str, float]]:
     """Return, for each figure of the store, a plain one and the share of it that the store reaches."""
     compared = {one: plain for one, plain in beside(config).items() if one in figures.seconds}
     return {one: (plain, figures.ratio(one, plain)[1]) for one, plain in compared.items()}
 
 
-def _text(config: StoreConfig, figures: Figures, lookups: LookupFigures | None) -> list[str]:
+def _text(config: StoreConfig, figures: Figures) -> list[str]:
     work, shares = figures.workload, _shares(config, figures)
     rows = [("operation", "best", "median", "")]
     for operation in figures.seconds:
@@ -141,21 +129,10 @@ def _text(config: StoreConfig, figures: Figures, lookups: LookupFigures | None) 
         plain, share = shares.get(operation, ("", 0.0))
         whose = f"the store, {share:.0%} of a plain {plain}" if plain else "plain"
         rows.append((operation, f"{best:.2f} GB/s", f"{median:.2f} GB/s", whose))
-    lines = [
+    return [
         f"{config.pipeline}: {work.blocks} blocks of {format_size(work.geometry.nbytes)}, {work.rounds} rounds",
         *table(rows, right=(1, 2)),
     ]
-    if lookups is not None:
-        lines += ["", f"Lookups of {lookups.asked:,} ids, {lookups.stored:,} blocks stored", *_lookup_table(lookups)]
-    return lines
-
-
-def _lookup_table(lookups: LookupFigures) -> list[str]:
-    rows: list[tuple[str, ...]] = [("", "median", "slowest in 100")]
-    of = (("present", lookups.found), ("missing", lookups.missing), ("opening the store", lookups.opening))
-    for what, seconds in of:
-        rows.append((what, *(f"{lookups.quantile(seconds, part) * 1e3:.3f} ms" for part in (0.5, 0.99))))
-    return table(rows, right=(1, 2))
 
 
 def _compression_text(sample: Sample | None, compared: Mapping[str, Comparison | str]) -> list[str]:
@@ -202,10 +179,9 @@ def _compression_data(sample: Sample | None, compared: Mapping[str, Comparison |
     return {"compression": {"sample": None if sample is None else sample.what, "tiers": tiers}}
 
 
-def _data(config: StoreConfig, figures: Figures, lookups: LookupFigures | None) -> dict[str, Any]:
+def _data(config: StoreConfig, figures: Figures) -> dict[str, Any]:
     return {
         "workload": asdict(figures.workload),
         "seconds": figures.seconds,
         "shares": {one: {"of": plain, "share": share} for one, (plain, share) in _shares(config, figures).items()},
-        "lookups": None if lookups is None else asdict(lookups),
     }

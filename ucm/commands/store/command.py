@@ -190,9 +190,6 @@ def _add_bench(commands: Any) -> None:
         help="rounds; the best and the median are reported (default: 9)",
     )
     parser.add_argument(
-        "--lookup", type=at_least(0), default=0, metavar="N", help="also measure lookups with N blocks stored"
-    )
-    parser.add_argument(
         "--sample",
         type=Path,
         metavar="DIR",

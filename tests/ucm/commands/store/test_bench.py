@@ -25,17 +25,14 @@ QUICK = ("--blocks", 2, "--block", "16kB", "--rounds", 2)
 
 
 def test_figures_and_shares(tmp_path: Path, ask: Callable[..., Answer]) -> None:
-    answer = ask("bench", "--directory", tmp_path, *QUICK, "--lookup", 3000)
+    answer = ask("bench", "--directory", tmp_path, *QUICK)
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
     assert lines[0] == "Posix: 2 blocks of 15.6 KiB, 2 rounds"
     measured = {line.split("  ")[0] for line in lines[2 : lines.index("")]}
     assert {"memcpy", "staged", "write", "save", "read hot", "load hot", "read cold", "load cold"} <= measured
-    assert "Lookups of 64 ids, 3,000 blocks stored" in lines
     assert any(line.startswith("save ") and line.endswith("% of a plain write") for line in lines)
-    lookups = lines[lines.index("Lookups of 64 ids, 3,000 blocks stored") + 2 :]
-    assert [line.split("  ")[0] for line in lookups[:3]] == ["present", "missing", "opening the store"]
-    compression = lookups[4:]
+    compression = lines[lines.index("") + 1 :]
     assert [line.split("  ")[0] for line in compression[:2]] == ["compression", "Posix"]
     assert compression[2].startswith("Sample: generated numbers in bfloat16")
     assert compression[3].startswith("Posix: ")
@@ -47,7 +44,6 @@ def test_for_a_program(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     data = ask("bench", "--json", "--directory", tmp_path, *QUICK).data
     assert data["workload"] == {"blocks": 2, "slices": 16, "slice_nbytes": 1000, "rounds": 2}
     assert all(len(seconds) == 2 for seconds in data["seconds"].values())
-    assert data["lookups"] is None
     assert list(data["shares"]) == ["save", "load hot", "load cold", "staged"]
     (posix,) = data["compression"]["tiers"]
     assert (posix["tier"], posix["problem"]) == ("Posix", None)
@@ -99,8 +95,6 @@ def test_a_dram_tier_that_was_not_there_is_gone_again(memory: str, tmp_path: Pat
     file.write_text(f"store: {{pipeline: Dram, dram_directory: '{memory}'}}", encoding="utf-8")
     assert ask("bench", "--config", file, *QUICK).code == 0
     assert not Path(memory).exists()
-    answer = ask("bench", "--config", file, *QUICK, "--lookup", 10)
-    assert (answer.code, "this store has none" in answer.err) == (2, True)
 
 
 @pytest.mark.parametrize("options", [("--blocks", 0), ("--rounds", 0), ("--block", "100B"), ("--block", "0")])
