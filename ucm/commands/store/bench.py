@@ -45,11 +45,9 @@ def run(options: argparse.Namespace) -> int:
     """
     config = _config(options)
     slice_nbytes, rest = divmod(options.block, _SLICES)
-    if not slice_nbytes or rest or not options.blocks or not options.rounds:
-        raise UcmError(
-            f"there is nothing to measure in {options.rounds} rounds of {options.blocks} blocks of {options.block}",
-            fix=f"measure at least one round of one block, of a multiple of {_SLICES} bytes",
-        )
+    if not slice_nbytes or rest:
+        what = f"a block has {_SLICES} slices of equal size"
+        raise UcmError(what, where="--block", fix=f"give it a multiple of {_SLICES} bytes")
     if config.parts == ["Empty"]:
         raise UcmError("the store 'Empty' keeps nothing that could be measured", fix="name another one")
     workload = Workload(options.blocks, _SLICES, slice_nbytes, options.rounds)

@@ -99,7 +99,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "--quarantine", action="store_true", help="quarantine damaged blocks, as an engine that reads them does"
     )
-    parser.add_argument("--threads", type=at_least(0), default=4, metavar="N", help="read with N threads (default: 4)")
+    parser.add_argument("--threads", type=at_least(1), default=4, metavar="N", help="read with N threads (default: 4)")
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
@@ -180,11 +180,11 @@ def _add_bench(commands: Any) -> None:
     parser = _add(commands, "bench", "measure a store on this machine, compared with plain copies and files")
     parser.epilog = "It writes to its own namespace, which it deletes at the end. Exit code: 0 measured, 2 wrong usage."
     _add_where(parser)
-    parser.add_argument("--blocks", type=at_least(0), default=64, metavar="N", help="number of blocks (default: 64)")
+    parser.add_argument("--blocks", type=at_least(1), default=64, metavar="N", help="number of blocks (default: 64)")
     parser.add_argument("--block", type=size, default=4 << 20, metavar="SIZE", help="size of a block (default: 4MiB)")
     parser.add_argument(
         "--rounds",
-        type=at_least(0),
+        type=at_least(1),
         default=9,
         metavar="N",
         help="rounds; the best and the median are reported (default: 9)",

@@ -14,7 +14,7 @@ from ucm.commands.options import many, say, say_json
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, progress
 from ucm.config.settings import format_size
-from ucm.errors import ConfigError, UcmError
+from ucm.errors import ConfigError
 from ucm.store.base import (
     BlockCompressedError,
     BlockCorruptError,
@@ -137,8 +137,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The options match nothing.
     """
-    if not options.threads:
-        raise UcmError("--threads must be at least 1", where="--threads 0", fix="give it 1 or more")
     places = find_places(options, servers=True)
     verdict = verify(places, options.threads, options.quarantine)
     lacks = Lacks.of(places, verdict.silent)

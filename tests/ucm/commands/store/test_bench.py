@@ -97,10 +97,18 @@ def test_a_dram_tier_that_was_not_there_is_gone_again(memory: str, tmp_path: Pat
     assert not Path(memory).exists()
 
 
-@pytest.mark.parametrize("options", [("--blocks", 0), ("--rounds", 0), ("--block", "100B"), ("--block", "0")])
-def test_nothing_to_measure(tmp_path: Path, ask: Callable[..., Answer], options: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--blocks", 0), "--blocks: must be a whole number of at least 1"),
+        (("--rounds", 0), "--rounds: must be a whole number of at least 1"),
+        (("--block", "100B"), "give it a multiple of 16 bytes"),
+        (("--block", "0"), "give it a multiple of 16 bytes"),
+    ],
+)
+def test_nothing_to_measure(tmp_path: Path, ask: Callable[..., Answer], options: tuple[object, ...], said: str) -> None:
     answer = ask("bench", "--directory", tmp_path, *options)
-    assert (answer.code, "there is nothing to measure" in answer.err) == (2, True)
+    assert (answer.code, said in answer.err) == (2, True), answer.err
 
 
 def test_a_directory_must_be_there(tmp_path: Path, ask: Callable[..., Answer]) -> None:
