@@ -187,7 +187,7 @@ def check_latent(file: Path, text: Mapping[str, Any] | None, manifests: Sequence
     found = method_of_file(file)
     try:
         if found is not None and not method_class(found[0]).serves_latent:
-            raise latent_attention("--model").error()
+            raise latent_attention("--model")
         require_latent_hooks(manifests)
     except SparseMethodError as error:
         return [Finding.of(SPARSE, error, "the model has latent attention")]

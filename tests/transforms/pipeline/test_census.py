@@ -340,7 +340,7 @@ def test_what_a_classification_says_refuses_exists_and_can_refuse(refusal: str) 
     (function,) = (node for node in ast.walk(body) if isinstance(node, ast.FunctionDef) and node.name == name)
     assert any(
         isinstance(node, ast.Raise)
-        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Refusal")
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_refuse")
         for node in ast.walk(function)
     )
 

@@ -405,7 +405,7 @@ class AttentionLayers:
         """
         layer, backend = self._layer(layer_name)
         if isinstance(backend, LatentBackend):
-            raise requirements.latent_attention(f"layer {layer_name}").error()
+            raise requirements.latent_attention(f"layer {layer_name}")
         return layer, cast("PartsBackend", backend)
 
 

@@ -6,7 +6,7 @@ A silent dense run would be worse than an error. Each error names the obstacle a
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ucm.compat import (
     DRAFTS,
@@ -50,41 +50,25 @@ COSTS = {
 }
 
 
-class Refusal(NamedTuple):
-    """Why something is not supported, the setting concerned, and the remedy."""
-
-    what: str
-    where: str
-    fix: str
-
-    def error(self) -> SparseMethodError:
-        """Return it as an exception."""
-        return SparseMethodError(self.what, where=self.where, fix=self.fix)
-
-
 def require_engine(vllm_config: Any, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
     """Refuse an engine that no sparse method supports.
 
     Raises:
         SparseMethodError: For the first obstacle.
     """
-    for refusal in (
-        _of_model(vllm_config, latent=latent, hybrid=hybrid),
-        _of_drafts(vllm_config, served=drafts),
-        _of_decoding(vllm_config),
-        _of_graphs(vllm_config),
-        _of_platform(vllm_config),
-    ):
-        if refusal is not None:
-            raise refusal.error()
+    _of_model(vllm_config, latent=latent, hybrid=hybrid)
+    _of_drafts(vllm_config, served=drafts)
+    _of_decoding(vllm_config)
+    _of_graphs(vllm_config)
+    _of_platform(vllm_config)
 
 
-def latent_attention(where: str) -> Refusal:
+def latent_attention(where: str) -> SparseMethodError:
     """Return the refusal of latent attention by a method that does not serve it."""
-    return Refusal(
+    return SparseMethodError(
         "only BlockTopK (GSAOnDevice) serves latent attention (MLA)",
-        where,
-        "use it, or serve this model without ucm_sparse_config",
+        where=where,
+        fix="use it, or serve this model without ucm_sparse_config",
     )
 
 
@@ -107,10 +91,8 @@ def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
         SparseMethodError: For the first obstacle.
     """
     if is_latent(layer) and not latent:
-        raise latent_attention(f"layer {layer_name}").error()
-    refusal = _of_layer(f"layer {layer_name}", layer)
-    if refusal is not None:
-        raise refusal.error()
+        raise latent_attention(f"layer {layer_name}")
+    _of_layer(f"layer {layer_name}", layer)
 
 
 def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) -> list[str]:
@@ -171,14 +153,16 @@ def require_plain_scores(layer_name: str, layer: Any) -> None:
         raise SparseMethodError("the layer has learned sinks among its scores", where=f"layer {layer_name}", fix=other)
 
 
-def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> Refusal | None:
+def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> None:
     model = vllm_config.model_config
     mixed = optional(model, "is_hybrid", False)
-    other = "serve this model without ucm_sparse_config"
-    if optional(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
-        return Refusal("sparse methods serve text generation only", f"runner_type {model.runner_type!r}", other)
+    runs = optional(model, "runner_type", "generate")
+    _refuse(
+        {"sparse methods serve text generation only": runs not in {"generate", "auto", "draft"}},
+        f"runner_type {runs!r}",
+    )
     if model.use_mla and not latent:
-        return latent_attention(f"model {model.model!r}")
+        raise latent_attention(f"model {model.model!r}")
     obstacles = {
         "sparse methods do not serve encoder-decoder models": model.is_encoder_decoder,
         "the model has a sliding window of its own": vllm_config.cache_config.sliding_window is not None,
@@ -192,13 +176,10 @@ def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> Refusal | None
             mixed and model.use_mla
         ),
     }
-    for what, there in obstacles.items():
-        if there:
-            return Refusal(what, f"model {model.model!r}", other)
-    return None
+    _refuse(obstacles, f"model {model.model!r}")
 
 
-def _of_drafts(vllm_config: Any, *, served: bool) -> Refusal | None:
+def _of_drafts(vllm_config: Any, *, served: bool) -> None:
     """Refuse drafts that a method does not serve.
 
     A method decides on the host what each token of a step reads, so the host must know how many drafts of the step
@@ -206,106 +187,107 @@ def _of_drafts(vllm_config: Any, *, served: bool) -> Refusal | None:
     """
     speculative = vllm_config.speculative_config
     if speculative is None:
-        return None
+        return
     method = optional(speculative, "method")
     if not served:
-        return Refusal(limit_of_drafts(served=False), "speculative_config", WITHOUT_DRAFTS)
+        raise SparseMethodError(limit_of_drafts(served=False), where="speculative_config", fix=WITHOUT_DRAFTS)
     if vllm_config.model_config.use_mla:
-        return Refusal(
+        raise SparseMethodError(
             "latent attention (MLA) is restricted only in steps with one token of each request",
-            "speculative_config",
-            WITHOUT_DRAFTS,
+            where="speculative_config",
+            fix=WITHOUT_DRAFTS,
         )
     if optional(vllm_config, "model_config.is_hybrid", False):
-        return Refusal(
+        raise SparseMethodError(
             "no sparse method has been run with speculative decoding of a model that mixes attention with other layers",
-            "speculative_config",
-            WITHOUT_DRAFTS,
+            where="speculative_config",
+            fix=WITHOUT_DRAFTS,
         )
     if method not in DRAFTS:
         what = f"{limit_of_drafts(served=True)}, not by {method!r}"
-        return Refusal(what, "speculative_config.method", WITHOUT_DRAFTS)
+        raise SparseMethodError(what, where="speculative_config.method", fix=WITHOUT_DRAFTS)
     if optional(vllm_config, "scheduler_config.async_scheduling", False):
-        return Refusal(
+        raise SparseMethodError(
             "with asynchronous scheduling, vLLM starts a step before it knows which drafts the last one accepted",
-            "scheduler_config.async_scheduling",
-            "start vLLM with --no-async-scheduling",
+            where="scheduler_config.async_scheduling",
+            fix="start vLLM with --no-async-scheduling",
         )
-    return None
 
 
-def _of_decoding(vllm_config: Any) -> Refusal | None:
+def _of_decoding(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     divided = divided_context(parallel)
     if divided:
-        return Refusal(
+        raise SparseMethodError(
             "sparse methods do not serve context parallelism: a rank holds only some tokens of each block",
-            f"parallel_config.{divided} = {optional(parallel, divided)}",
-            f"start vLLM with --{divided.replace('_', '-')} 1",
+            where=f"parallel_config.{divided} = {optional(parallel, divided)}",
+            fix=f"start vLLM with --{divided.replace('_', '-')} 1",
         )
     if runs_micro_batches(vllm_config):
         fields, named = leave_out(parallel, "enable_dbo", "ubatch_size")
-        return Refusal(
+        raise SparseMethodError(
             "sparse methods do not serve micro-batches, which split a step's rows",
-            f"parallel_config: {fields}",
-            f"start vLLM without {named}",
+            where=f"parallel_config: {fields}",
+            fix=f"start vLLM without {named}",
         )
-    return None
 
 
-def _of_graphs(vllm_config: Any) -> Refusal | None:
+def _of_graphs(vllm_config: Any) -> None:
     """Refuse full CUDA graphs that `lower_graphs` leaves; a replay runs no Python and calls no hook."""
     compilation = vllm_config.compilation_config
     mode = graph_mode(compilation)
-    whole = has_whole_graphs(compilation)
-    if vllm_config.model_config.enforce_eager or not whole:
-        return None
-    return Refusal(
+    if vllm_config.model_config.enforce_eager or not has_whole_graphs(compilation):
+        return
+    raise SparseMethodError(
         "sparse methods do not run in full CUDA graphs: a replay calls no hook",
-        "compilation_config.full_cuda_graph" if mode is None else f"compilation_config.cudagraph_mode = {mode.name}",
-        no_whole_graphs(compilation),
+        where=f"compilation_config.{'full_cuda_graph' if mode is None else f'cudagraph_mode = {mode.name}'}",
+        fix=no_whole_graphs(compilation),
     )
 
 
-def _of_platform(vllm_config: Any) -> Refusal | None:
+def _of_platform(vllm_config: Any) -> None:
     """Refuse replacements by vLLM Ascend, found in its loaded modules, without accessing an NPU."""
     settings = optional(vllm_config, "additional_config")
     for name in GRAPHS_OF_ASCEND:
         chosen = settings.get(name) if isinstance(settings, dict) else None
         if isinstance(chosen, dict) and chosen.get("enabled"):
-            return Refusal(
+            raise SparseMethodError(
                 "sparse methods do not run in graphs whose replay runs no Python: no layer would call the method",
-                f"additional_config: {name}",
-                f"start vLLM without {name}, or without ucm_sparse_config",
+                where=f"additional_config: {name}",
+                fix=f"start vLLM without {name}, or without ucm_sparse_config",
             )
     if vllm_config.speculative_config is not None and "vllm_ascend" in sys.modules:
         what = "no sparse method has been run with speculative decoding on vLLM Ascend"
-        return Refusal(what, "speculative_config", WITHOUT_DRAFTS)
+        raise SparseMethodError(what, where="speculative_config", fix=WITHOUT_DRAFTS)
     if is_ascend_310p():
-        return Refusal(
+        raise SparseMethodError(
             "sparse methods do not serve the Ascend 310P, whose KV cache and attention differ",
-            "vllm_ascend.utils",
-            "serve on another NPU, or without ucm_sparse_config",
+            where="vllm_ascend.utils",
+            fix="serve on another NPU, or without ucm_sparse_config",
         )
-    return None
 
 
-def _of_layer(where: str, layer: Any) -> Refusal | None:
-    other = "serve this model without ucm_sparse_config"
+def _of_layer(where: str, layer: Any) -> None:
     impl = optional(layer, "impl")
-    if impl is None or optional(layer, "num_kv_heads") is None:
-        return Refusal(f"a {type(layer).__name__} is not attention over a KV cache", where, other)
-    if optional(layer, "attn_type", "decoder") != "decoder":
-        return Refusal(f"sparse methods do not serve attention of the kind {layer.attn_type!r}", where, other)
-    if optional(layer, "sliding_window") is not None:
-        return Refusal(f"the layer has a sliding window of its own, of {layer.sliding_window} tokens", where, other)
-    if optional(layer, "sink_len", 0):
-        return Refusal("learned sinks lie in blocks of their own, ahead of a request's", where, other)
-    if optional(impl, "alibi_slopes") is not None:
-        return Refusal("position biases (ALiBi) need every token at its own distance", where, other)
-    if optional(layer, "kv_sharing_target_layer_name") is not None:
-        return Refusal("the layer reads the KV cache of another", where, other)
-    return None
+    kind, window = optional(layer, "attn_type", "decoder"), optional(layer, "sliding_window")
+    obstacles = {
+        f"a {type(layer).__name__} is not attention over a KV cache": (
+            impl is None or optional(layer, "num_kv_heads") is None
+        ),
+        f"sparse methods do not serve attention of the kind {kind!r}": kind != "decoder",
+        f"the layer has a sliding window of its own, of {window} tokens": window is not None,
+        "learned sinks lie in blocks of their own, ahead of a request's": optional(layer, "sink_len", 0),
+        "position biases (ALiBi) need every token at its own distance": optional(impl, "alibi_slopes") is not None,
+        "the layer reads the KV cache of another": optional(layer, "kv_sharing_target_layer_name") is not None,
+    }
+    _refuse(obstacles, where)
+
+
+def _refuse(obstacles: Mapping[str, Any], where: str) -> None:
+    """Refuse a model or layer for the first obstacle that it has."""
+    for what, there in obstacles.items():
+        if there:
+            raise SparseMethodError(what, where=where, fix="serve this model without ucm_sparse_config")
 
 
 def lower_graphs(vllm_config: Any, runner: Any) -> None:
