@@ -171,9 +171,9 @@ class Setup:
         self.transfer = Scripted()
         self.counts = Counts()
         self.worker = kind(
-            {0: self.transfer},
+            {(0, 0): self.transfer},
             self.counts,
-            places={0: 1},
+            places={(0, 0): 1},
             saves={0} if saves else set(),
             between_steps=between_steps,
             background=background,
