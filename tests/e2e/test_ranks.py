@@ -96,6 +96,7 @@ class TwoWorkers:
         store: str = "",
         workers: int = RANKS,
         last: Sequence[Request] = (),
+        **more: Any,
     ) -> Played:
         """Run one engine.
 
@@ -105,6 +106,7 @@ class TwoWorkers:
             store: The name of the connector's store; empty for no connector.
             workers: One, or two.
             last: More requests, each alone, after all others.
+            **more: More settings of the connector.
         """
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
         from tests.e2e.processes import INSIDE  # noqa: PLC0415 - needs the build's packages
@@ -113,7 +115,7 @@ class TwoWorkers:
         if method:
             settings["additional_config"] = {"ucm_sparse_config": dict(method)}
         if store:
-            settings |= connector(posix(self.directory / store))
+            settings |= connector(posix(self.directory / store), **more)
         switches = {"PYTHONPATH": os.fspath(INSIDE)}
         engine = PrefixEngine(self.environment, self.directory / name, settings, switches)
         with engine:
@@ -157,6 +159,35 @@ def test_what_two_workers_store_two_others_load(two: TwoWorkers) -> None:
     assert warm.last[0].cached == 0
     assert found(one)[:4] == [0] * 4, "those that share no block with earlier requests of this engine"
     commands_find_them(two, of_one[0]["prompt"])
+
+
+@pytest.mark.parametrize("sizes", [(1, RANKS), (RANKS, 1)], ids=["to two workers", "to one worker"])
+def test_slices_of_heads_that_engines_of_one_size_store_those_of_another_load(
+    two: TwoWorkers, sizes: tuple[int, int]
+) -> None:
+    """Tokens are compared with an engine of the size that loads; then some blocks lack a slice, or have a wrong one."""
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
+
+    name = "slices-of-{}-for-{}".format(*sizes)
+    reference = two.reference if sizes[1] == RANKS else two.run(f"{name}-reference", workers=1)
+    stores = {"store": name, "kv_head_shards": RANKS}
+    cold = two.run(f"{name}-cold", workers=sizes[0], **stores)
+    warm = two.run(f"{name}-warm", workers=sizes[1], **stores)
+    assert found(cold)[:4] == [0] * 4
+    assert found(warm) == all_whole_blocks()
+    assert warm.tokens == reference.tokens
+    files = [sorted(block_files(of).values()) for of in sorted((two.directory / name).glob("*kv?of2*"))]
+    assert len(files) == RANKS
+    for slice_files, lost in zip(files, (0, 1), strict=True):
+        for path in slice_files[lost::6]:
+            path.unlink()
+        for path in slice_files[3 + lost :: 6]:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damaged = two.run(f"{name}-damaged", workers=sizes[1], **stores)
+    assert damaged.tokens == reference.tokens
+    assert 0 < sum(cached or 0 for cached in found(damaged)) < sum(all_whole_blocks())
+    again = two.run(f"{name}-again", workers=sizes[0], **stores)
+    assert found(again) == all_whole_blocks(), "the engine that computed them has saved them again"
 
 
 def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:

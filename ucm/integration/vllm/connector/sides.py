@@ -469,6 +469,7 @@ class WorkerSide:
         said = "; ".join(
             LAYERS.format(len(one.layouts), one.group.stored_as, one.group.chunk_tokens, one.geometry.nbytes)
             for one in self._memories
+            if not one.group.place  # all slices are alike
         )
         get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
         for one in self._memories:

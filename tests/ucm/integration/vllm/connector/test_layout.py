@@ -24,6 +24,7 @@ from ucm.integration.vllm.connector.kv_cache import (
     group_layouts,
     layer_layout,
 )
+from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -346,7 +347,7 @@ def parts_of(ranks: int, slices: int, heads: int) -> list[CacheGroup]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_slice_of_heads_is_laid_out_alike_on_ranks_of_any_number(name: str, split: int, padding: int) -> None:
     """Its bytes are those of its heads, whose order in a block of more heads does not matter."""
-    heads, found = 4, {}
+    heads, found = 4, dict[int, list[tuple[list[bytes], BlockGeometry]]]()
     for ranks in (1, 2, 4):
         sizes = (3, BLOCKS + ranks, heads // ranks, TOKENS, DIM)  # the number of blocks is each engine's own
         for rank in range(ranks):

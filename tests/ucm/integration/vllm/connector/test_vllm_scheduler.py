@@ -233,7 +233,7 @@ def test_engines(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 def test_an_engine_of_another_size_finds_whole_blocks_alone(
     clock: SimulatedClock, tmp_path: Path, sizes: tuple[int, int], *, layerwise: bool
 ) -> None:
@@ -261,7 +261,8 @@ def test_an_engine_of_another_size_finds_whole_blocks_alone(
     assert run(sizes[0]) == 0
     assert run(sizes[1]) == 7
     for place in range(4):
-        first, *_, last = sorted(tmp_path.glob(f"store/*/kv{place}of4-pp0of1-g0-*/*/*"), key=lambda path: path.name)
+        found = tmp_path.glob(f"store/*kv{place}of4-pp0of1-g0-*/*/*")
+        first, *_, last = (path for path in found if re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name))
         first.unlink()
         last.write_bytes(last.read_bytes()[:-1] + b"?")
         assert run(sizes[1]) < 7

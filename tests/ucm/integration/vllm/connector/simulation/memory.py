@@ -134,8 +134,8 @@ class KVMemory:
                     shape = (num_blocks, cells, CELL.itemsize)
                     strides = (page * CELL.itemsize, CELL.itemsize, 1)
                     self.caches[name] = Tensor(raw, shape, strides, np.dtype(np.uint8))
-                strides = [step * CELL.itemsize for step in (page, *by_head)]
-                self._cells.append(as_strided(raw.view(CELL), (num_blocks, heads, group.block_size), strides))
+                places = [step * CELL.itemsize for step in (page, *by_head)]
+                self._cells.append(as_strided(raw.view(CELL), (num_blocks, heads, group.block_size), places))
         self._states: dict[str, int] = {}
 
     def write(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> None:
