@@ -96,7 +96,7 @@ class TwoWorkers:
         store: str = "",
         workers: int = RANKS,
         last: Sequence[Request] = (),
-        **more: Any,
+        **extra: Any,
     ) -> Played:
         """Run one engine.
 
@@ -106,7 +106,7 @@ class TwoWorkers:
             store: The name of the connector's store; empty for no connector.
             workers: One, or two.
             last: More requests, each alone, after all others.
-            **more: More settings of the connector.
+            **extra: More settings of the connector.
         """
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
         from tests.e2e.processes import INSIDE  # noqa: PLC0415 - needs the build's packages
@@ -115,7 +115,7 @@ class TwoWorkers:
         if method:
             settings["additional_config"] = {"ucm_sparse_config": dict(method)}
         if store:
-            settings |= connector(posix(self.directory / store), **more)
+            settings |= connector(posix(self.directory / store), **extra)
         switches = {"PYTHONPATH": os.fspath(INSIDE)}
         engine = PrefixEngine(self.environment, self.directory / name, settings, switches)
         with engine:
@@ -169,25 +169,25 @@ def test_slices_of_heads_that_engines_of_one_size_store_those_of_another_load(
     from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
 
     name = "slices-of-{}-for-{}".format(*sizes)
+
+    def run(when: str, workers: int) -> Played:
+        return two.run(f"{name}-{when}", store=name, workers=workers, kv_head_shards=RANKS)
+
     reference = two.reference if sizes[1] == RANKS else two.run(f"{name}-reference", workers=1)
-    stores = {"store": name, "kv_head_shards": RANKS}
-    cold = two.run(f"{name}-cold", workers=sizes[0], **stores)
-    warm = two.run(f"{name}-warm", workers=sizes[1], **stores)
+    cold, warm = run("cold", sizes[0]), run("warm", sizes[1])
     assert found(cold)[:4] == [0] * 4
     assert found(warm) == all_whole_blocks()
     assert warm.tokens == reference.tokens
-    files = [sorted(block_files(of).values()) for of in sorted((two.directory / name).glob("*kv?of2*"))]
-    assert len(files) == RANKS
-    for slice_files, lost in zip(files, (0, 1), strict=True):
-        for path in slice_files[lost::6]:
+    slices = [sorted(block_files(of).values()) for of in sorted((two.directory / name).glob("*kv?of2*"))]
+    assert len(slices) == RANKS
+    for lost, files in enumerate(slices):
+        for path in files[lost::6]:
             path.unlink()
-        for path in slice_files[3 + lost :: 6]:
+        for path in files[lost + 3 :: 6]:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
-    damaged = two.run(f"{name}-damaged", workers=sizes[1], **stores)
+    damaged = run("damaged", sizes[1])
     assert damaged.tokens == reference.tokens
     assert 0 < sum(cached or 0 for cached in found(damaged)) < sum(all_whole_blocks())
-    again = two.run(f"{name}-again", workers=sizes[0], **stores)
-    assert found(again) == all_whole_blocks(), "the engine that computed them has saved them again"
 
 
 def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
