@@ -298,14 +298,6 @@ class ConnectorConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _chunks_are_not_sliced(self) -> ConnectorConfig:
-        if self.blend is not None and self.kv_head_shards:
-            raise RefusedValueError(
-                "blending stores each rank's part of a chunk as it is", "remove kv_head_shards, or the section blend"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _mock_has_a_ratio(self) -> ConnectorConfig:
         if self.connector == "mock" and "hit_ratio" not in self.model_fields_set:
             raise RefusedValueError(

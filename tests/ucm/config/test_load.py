@@ -126,7 +126,6 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (EMPTY | {"hit_ratio": 1.5}, "more than 1", "hit_ratio = 1.5"),
         (EMPTY | {"hit_ratio": float("nan")}, "not a finite number", "hit_ratio = nan"),
         (EMPTY | {"connector": "mock"}, "the mock connector needs hit_ratio", ""),
-        (EMPTY | {"kv_head_shards": 2, "blend": {}}, "blending stores each rank's part of a chunk as it is", ""),
         (EMPTY | {"save_decode_blocks": "no"}, "neither true nor false", "save_decode_blocks = 'no'"),
         (EMPTY | {"metrics_config_path": 3}, "not a text", "metrics_config_path = 3"),
         (EMPTY | {"ucm_sparse_config": []}, "not a mapping", "ucm_sparse_config = []"),
