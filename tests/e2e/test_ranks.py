@@ -178,6 +178,9 @@ def test_slices_of_heads_that_engines_of_one_size_store_those_of_another_load(
     assert found(cold)[:4] == [0] * 4
     assert found(warm) == all_whole_blocks()
     assert warm.tokens == reference.tokens
+    for ranks in (1, RANKS):
+        said = command(two, name, "lookup", longest(), ranks, f"kv_head_shards: {RANKS}")
+        assert said["found_tokens"] == (len(longest()) - 1) // BLOCK * BLOCK
     slices = [sorted(block_files(of).values()) for of in sorted((two.directory / name).glob("*kv?of2*"))]
     assert len(slices) == RANKS
     for lost, files in enumerate(slices):
@@ -190,28 +193,33 @@ def test_slices_of_heads_that_engines_of_one_size_store_those_of_another_load(
     assert 0 < sum(cached or 0 for cached in found(damaged)) < sum(all_whole_blocks())
 
 
-def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
-    """The commands about a prompt, in one process, name the blocks of both workers."""
+def command(two: TwoWorkers, store: str, name: str, prompt: list[int], ranks: int, settings: str = "") -> Any:
+    """Return what a command about a prompt says of a store, for engines of some ranks with more settings, in YAML."""
     from tests.e2e.test_try import ucm  # noqa: PLC0415 - needs the build's packages
 
     config, tokens = two.directory / "ucm_config.yaml", two.directory / "tokens.json"
-    config.write_text(f"store: {{directories: {two.directory / 'store'}}}\n", encoding="utf-8")
+    config.write_text(f"store: {{directories: {two.directory / store}}}\n{settings}\n", encoding="utf-8")
+    tokens.write_text(json.dumps(prompt), encoding="utf-8")
     arguments: dict[str, Any] = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
-    longest = max((one["prompt"] for batch in batches() for one in batch), key=len)
+    where = ("--config", config, "--model", two.model["model"], "--tokens", tokens, "--json")
+    sizes = {**arguments, "tensor_parallel_size": ranks}
+    done = ucm(two.environment, two.directory, "store", name, *where, "--engine-args", json.dumps(sizes))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
-    def run(command: str, prompt: list[int], ranks: int) -> Any:
-        tokens.write_text(json.dumps(prompt), encoding="utf-8")
-        where = ("--config", config, "--model", two.model["model"], "--tokens", tokens, "--json")
-        sizes = {**arguments, "tensor_parallel_size": ranks}
-        done = ucm(two.environment, two.directory, "store", command, *where, "--engine-args", json.dumps(sizes))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
 
-    blocks = len(longest) // BLOCK
-    assert run("lookup", longest, RANKS)["found_tokens"] == (len(longest) - 1) // BLOCK * BLOCK
-    assert run("drop", longest, RANKS)["dropped"] == {"Posix": RANKS * blocks}
-    assert run("lookup", longest, RANKS)["found_tokens"] == 0
-    assert run("lookup", of_one, 1)["found_tokens"] > 0, "of the engine of one worker"
+def longest() -> list[int]:
+    """Return the longest prompt."""
+    return max((one["prompt"] for batch in batches() for one in batch), key=len)
+
+
+def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
+    """The commands about a prompt, in one process, name the blocks of both workers."""
+    blocks = len(longest()) // BLOCK
+    assert command(two, "store", "lookup", longest(), RANKS)["found_tokens"] == (len(longest()) - 1) // BLOCK * BLOCK
+    assert command(two, "store", "drop", longest(), RANKS)["dropped"] == {"Posix": RANKS * blocks}
+    assert command(two, "store", "lookup", longest(), RANKS)["found_tokens"] == 0
+    assert command(two, "store", "lookup", of_one, 1)["found_tokens"] > 0, "of the engine of one worker"
 
 
 def test_a_state_is_found_if_both_workers_have_their_part_of_it(two: TwoWorkers) -> None:
