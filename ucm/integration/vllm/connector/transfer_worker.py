@@ -197,20 +197,18 @@ class TransferWorker:
         """Return the requests whose loads have ended since the last call, successfully or not.
 
         If there is nothing to compute, wait for the loads. In releases that free an aborted request's blocks while they
-        are being loaded, no step may end before its loads.
+        are being loaded, no step may end before its loads. Failed blocks are reported with a request's last load.
         """
         wait = self._idle or not self._background
-        ended: list[LoadUnderWay] = []
-        still: list[LoadUnderWay] = []
-        for load in self._loading:
-            done = wait or load.moves.places or load.task.check()
-            (ended if done else still).append(load)
-        self._loading = still
+        waiting = {
+            load.moves.request_id for load in self._loading if not (wait or load.moves.places or load.task.check())
+        }
+        ended = [load for load in self._loading if load.moves.request_id not in waiting]
+        self._loading = [load for load in self._loading if load.moves.request_id in waiting]
         for load in ended:
             self.finish_load(load.moves, load.task)
-        waiting = {load.moves.request_id for load in still}
         refused, self._refused = self._refused if self._between_steps else set(), set()
-        return refused | {load.moves.request_id for load in ended} - waiting
+        return refused | {load.moves.request_id for load in ended}
 
     def all_layers(self, part: Part) -> range:
         """Return the indexes of all layers of a group."""

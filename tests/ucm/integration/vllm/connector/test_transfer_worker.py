@@ -287,6 +287,7 @@ class Slices(Setup):
             places={(0, 0): 2, (0, 1): 3},
             saves={0},
             between_steps=between_steps,
+            background=True,
         )
         self.worker.reports_stored = True
 
@@ -323,10 +324,27 @@ def test_a_block_of_which_one_slice_fails_is_reported_as_failed(loads: str) -> N
     if loads == "staged":
         places = [transfer.staged[0] for transfer in slices.transfers]
         assert [staged and list(staged.places) for staged in places] == [[5120, 9216], [5632, 9728]]
+    for transfer in slices.transfers:
+        transfer.finish()
     assert slices.worker.take_loaded() == {"r"}
     assert slices.worker.take_failed_blocks() == {2}
     assert slices.counts.blocks["loaded"] == 3
     assert slices.counts.blocks["load.corrupt"] == 1
+
+
+def test_a_slice_that_fails_first_is_reported_with_the_last_one() -> None:
+    """When vLLM hears of failed blocks, their request's load must have ended."""
+    slices = Slices(between_steps=True)
+    slices.transfers[0].failing["load", KEYS[1]] = BlockCorruptError("bad")
+    plan = StepPlan(1, loads=[moves(1, 2)])
+    slices.worker.begin(plan)
+    slices.worker.load(plan)
+    slices.transfers[0].finish()
+    assert slices.worker.take_loaded() == set()
+    assert slices.worker.take_failed_blocks() == set()
+    slices.transfers[1].finish()
+    assert slices.worker.take_loaded() == {"r"}
+    assert slices.worker.take_failed_blocks() == {1}
 
 
 def test_what_could_not_be_saved_is_counted_once() -> None:
