@@ -619,14 +619,16 @@ class WorkerSide:
         config = self._settings.store.as_store_config()
         # Every rank copies queued blocks of each group out of the KV cache, so they share the memory, and the store.
         most = default_bytes() if config.capacity_bytes is None else min(default_bytes(), config.capacity_bytes)
-        room = min(config.save_queue_bytes, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
+        slices = max(1, memory.group.slices)
+        room = min(config.save_queue_bytes // slices, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
         config = replace(config, save_queue_bytes=room)  # the store hurries when much of it is in use
         store = opening_store(config, f"{namespace}/{self._tag(memory.group)}", memory.geometry, clock=self._clock)
         self.counters.watch(store)
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room, clock=self._clock)
-        staging = STAGING_BYTES // max(1, memory.group.slices)
-        return StagedTransfer(memory, store, self._slab, staging, save_queue_bytes=room, clock=self._clock)
+        return StagedTransfer(
+            memory, store, self._slab, STAGING_BYTES // slices, save_queue_bytes=room, clock=self._clock
+        )
 
     def _method_figures(self) -> Mapping[str, float]:
         """Return the figures of a sparse method in this worker."""
