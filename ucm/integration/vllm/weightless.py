@@ -158,17 +158,10 @@ def describe_engine(
         one = _of_one_rank(config, model, extra_config, engine_args or {})
     core = _started(one)
     try:
-        facts = _facts(core, kind) if one is config else _facts_of_ranks(core, config, kind)
+        return _facts(core, kind) if one is config else _facts_of_ranks(core, config, kind)
     finally:
         core.shutdown()
         _forget_worker_connector()
-    if not of_all_ranks and any(len(one.ranks) > 1 for one in facts.stored):
-        raise UcmError(
-            "this engine stores blocks in several slices of KV heads, and only whole blocks can be tried",
-            where="kv_head_shards",
-            fix="leave it out: each slice's store works alike",
-        )
-    return facts
 
 
 def _of_one_rank(config: Any, model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
