@@ -320,8 +320,8 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
         dataclasses.replace(group, kv_cache_spec=divided(group.kv_cache_spec, sizes.tp))
         for group in of_one.kv_cache_groups
     ]
-    divided = dataclasses.replace(of_one, kv_cache_groups=groups)
-    connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, divided)
+    of_ranks = dataclasses.replace(of_one, kv_cache_groups=groups)
+    connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, of_ranks)
     try:
         scheduler_side = connector._scheduler  # noqa: SLF001 - see above
         namespace = _namespace_of(scheduler_side)
