@@ -40,6 +40,8 @@ class StoreError(UcmError):
     """A block could not be stored or loaded."""
 
     cause: ClassVar[str] = "other"
+    #: The device and inode of the file that is unusable; None if none was read.
+    file: tuple[int, int] | None = None
 
 
 class BlockMissingError(StoreError):

@@ -328,6 +328,9 @@ def _with_header(
             return memory[: read_into(descriptor, [memory], at, nbytes)]
 
         return use(descriptor, header, header.pieces(read, status.st_size))
+    except StoreError as error:
+        error.file = status.st_dev, status.st_ino
+        raise
     finally:
         os.close(descriptor)
 
@@ -342,7 +345,9 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) 
             sound = _is_sound_compressed(descriptor, codec, block, status.st_size, direct=direct)
         if sound:
             return status.st_mtime_ns, None
-        return status.st_mtime_ns, _refusal(descriptor, codec, block, status.st_size, direct=direct)
+        refusal = _refusal(descriptor, codec, block, status.st_size, direct=direct)
+        refusal.file = status.st_dev, status.st_ino
+        return status.st_mtime_ns, refusal
     finally:
         os.close(descriptor)
 
@@ -537,10 +542,13 @@ def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> b
         keep: How many quarantined files to keep; the oldest are deleted.
 
     Returns:
-        Whether the block is out of the way, also if it was gone already.
+        Whether the block is out of the way, also if it was gone already, or another process has replaced it.
     """
     path = layout.block(key)
     try:
+        found = status_of(path)
+        if error.file not in {None, (found.st_dev, found.st_ino)}:
+            return True
         make_directory(layout.quarantine, layout.group)
         rename(path, f"{layout.quarantine}/{time.time_ns()}-{key.hex()}-{error.cause}")
     except FileNotFoundError:

@@ -426,8 +426,12 @@ def unlink(path: str) -> None:
         os.close(folder)
 
 
-def unlink_unused(path: str, used_ns: int) -> bool:
-    """Delete a file unless its time of last use has changed.
+def unlink_if(path: str, goes: Callable[[int], bool]) -> bool:
+    """Delete a file because of its time of last use, which nobody changes meanwhile.
+
+    Args:
+        path: The file.
+        goes: Whether a file with this time is to be deleted, in nanoseconds since the epoch.
 
     Returns:
         Whether the file was deleted.
@@ -437,7 +441,7 @@ def unlink_unused(path: str, used_ns: int) -> bool:
         OSError: The file cannot be deleted.
     """
     with _held(path, fcntl.LOCK_SH) as (_, status):
-        if status.st_mtime_ns != used_ns:
+        if not goes(status.st_mtime_ns):
             return False
         unlink(path)
     return True
