@@ -12,7 +12,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
-from ucm.store.format import aligned_buffer, body_nbytes
+from ucm.store.format import aligned_buffer, body_nbytes, gather
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Promoter:
     def keep(self, block: BlockTransfer) -> None:
         """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
         codec = self._codec
-        if codec is None or len(block.slices) < len(codec.geometry.slice_sizes):
+        if codec is None or block.nbytes < codec.geometry.nbytes:
             self.promote(block.key, block.depth)
             return
         with self._lock:
@@ -80,8 +80,7 @@ class Promoter:
             self._first.counters.failed("promote", unexpected(error))
             self._forget(block.key, codec.file_nbytes)
             return
-        for number, layer_slice in enumerate(block.slices):
-            content[codec.offsets[number] : codec.offsets[number + 1]] = layer_slice.cast("B")
+        gather(block.slices, content[codec.nbytes :])
         with suppress(ValueError):  # closed meanwhile
             self._first.save_later(
                 block.key,
@@ -113,8 +112,7 @@ class Promoter:
                 following.save_later(key, job, partial(self._forget, key))
 
     def _write_loaded(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
-        slices = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
-        content[: codec.nbytes] = codec.encode(key, codec.seal(slices))
+        content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
         self._write(key, content, depth, codec.file_nbytes)
 
     def _write(self, key: BlockKey, content: Buffer, depth: int, counted: int = 0) -> None:

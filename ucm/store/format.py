@@ -43,6 +43,7 @@ import hashlib
 import hmac
 import struct
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -375,7 +376,10 @@ class HeaderCodec:
         self.nbytes = units * UNIT
         self.file_nbytes = self.nbytes + geometry.nbytes
         #: The offset of each layer slice in the file, and the end of the last one.
-        self.offsets = _running_sums(self.nbytes, sizes)
+        self.offsets = tuple(accumulate(sizes, initial=self.nbytes))
+        #: By the offset at which a layer slice ends, the index of the next one.
+        self._index = {offset: index for index, offset in enumerate(self.offsets) if index}
+        self._cuts = [slice(a - self.nbytes, b - self.nbytes) for a, b in pairwise(self.offsets)]
         self._namespace = namespace
         self._private = private
         self._digest = namespace_digest(namespace)
@@ -399,8 +403,31 @@ class HeaderCodec:
         """Return a codec of the same blocks that compares checksums and not tags; see ``private``."""
         return HeaderCodec(self._namespace, self.geometry, self.authenticator, private=True)
 
-    def seal(self, slices: Sequence[Buffer]) -> list[Seal]:
-        """Return what a header needs to check each of these layer slices."""
+    def end_of(self, first: int, nbytes: int) -> int | None:
+        """Return the index after that of the last of consecutive layer slices; None if none ends after so many bytes.
+
+        Args:
+            first: The index of the first one.
+            nbytes: The bytes of all of them.
+        """
+        if not 0 <= first < len(self._index):
+            return None
+        return self._index.get(self.offsets[first] + nbytes)
+
+    def cut(self, first: int, memory: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return a buffer for each layer slice, given as in ``BlockTransfer``."""
+        offsets = self.offsets
+        if len(memory) > 1 or memory[0].nbytes == offsets[first + 1] - offsets[first]:
+            return memory
+        whole, begin = memory[0].cast("B"), offsets[first]
+        if whole.nbytes == self.geometry.nbytes:
+            return list(map(whole.__getitem__, self._cuts))
+        end = self._index[begin + whole.nbytes]
+        return [whole[a - begin : b - begin] for a, b in pairwise(offsets[first : end + 1])]
+
+    def seal(self, memory: Sequence[Buffer]) -> list[Seal]:
+        """Return what a header needs to check each of a block's layer slices, given as in ``BlockTransfer``."""
+        slices = self.cut(0, memory)
         if self.authenticator is None:
             return list(map(checksum, slices))
         return list(zip(map(checksum, slices), map(self.authenticator.slice_tag, slices), strict=True))
@@ -445,7 +472,8 @@ class HeaderCodec:
         Args:
             stored: The whole file, of any length and content.
             first: The index of the first layer slice.
-            slices: The memory of consecutive layer slices; undefined if they could not be decompressed.
+            slices: The memory of consecutive layer slices, as in ``BlockTransfer``; undefined if they could not be
+                decompressed.
 
         Returns:
             The header that the block has without compression, unchecked; None if the file is not a compressed block of
@@ -458,10 +486,14 @@ class HeaderCodec:
         if not self.nbytes <= stored.nbytes < self.file_nbytes or not uncompress(header):
             return None
         packed = stored[self.nbytes :]
-        begin, end = (self.offsets[index] - self.nbytes for index in (first, first + len(slices)))
+        begin = self.offsets[first] - self.nbytes
         try:
             pieces = unpack(
-                lambda at, nbytes: packed[at : at + nbytes], packed.nbytes, self.geometry.nbytes, begin, end
+                lambda at, nbytes: packed[at : at + nbytes],
+                packed.nbytes,
+                self.geometry.nbytes,
+                begin,
+                begin + nbytes_of(slices),
             )
             pour(pieces, slices)
         except BlockCorruptError:  # ``refusal`` says what it is
@@ -475,14 +507,22 @@ class HeaderCodec:
             BlockCompressedError: This process cannot decompress it.
         """
         content = aligned_buffer(self.file_nbytes)
-        header = self.unpack(stored, 0, self._slices(content))
+        header = self.unpack(stored, 0, [content[self.nbytes :]])
         if header is None:
             return stored
         content[: self.nbytes] = header
         return content
 
-    def is_sound(self, header: bytearray, key: BlockKey, first: int, slices: Sequence[Buffer]) -> bool:
-        """Return whether layer slices are those that were stored and the header has this key and geometry."""
+    def is_sound(self, header: bytearray, key: BlockKey, first: int, memory: Sequence[Buffer]) -> bool:
+        """Return whether layer slices are those that were stored and the header has this key and geometry.
+
+        Args:
+            header: The header.
+            key: The expected key.
+            first: The index of the first layer slice.
+            memory: Consecutive layer slices, as in ``BlockTransfer``.
+        """
+        slices = self.cut(first, memory)
         # Comparing the whole header with a newly encoded one checks all of its fields at once.
         stored = self.seals(header)
         if self.authenticator is None:
@@ -509,7 +549,7 @@ class HeaderCodec:
     def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
         """Return what is wrong with a whole stored block, header and layer slices; None if it is sound."""
         if content.nbytes == self.file_nbytes and self.is_sound(
-            bytearray(content[: self.nbytes]), key, 0, self._slices(content)
+            bytearray(content[: self.nbytes]), key, 0, [content[self.nbytes :]]
         ):
             return None
         try:
@@ -517,9 +557,6 @@ class HeaderCodec:
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
-
-    def _slices(self, content: Buffer) -> list[Buffer]:
-        return [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
 
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
         """Return what is wrong with a block: its header, or else its length, or else its layer slices.
@@ -638,10 +675,3 @@ def known_codec(codec: HeaderCodec | None) -> HeaderCodec:
 def format_version(authenticator: Authenticator | None) -> int:
     """Return the format version of blocks with or without authentication."""
     return VERSION if authenticator is None else AUTHENTICATED_VERSION
-
-
-def _running_sums(start: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    found = [start]
-    for size in sizes:
-        found.append(found[-1] + size)
-    return tuple(found)

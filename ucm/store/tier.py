@@ -80,10 +80,10 @@ class TierCounters:
             else:
                 self._stats.save_seconds += seconds
 
-    def loaded(self, nbytes: int) -> None:
-        """Count a loaded block, or loaded layer slices of one."""
+    def loaded(self, blocks: int, nbytes: int) -> None:
+        """Count loaded blocks, or blocks of which layer slices were loaded, and their bytes."""
         with self._lock:
-            self._stats.loaded_blocks += 1
+            self._stats.loaded_blocks += blocks
             self._stats.loaded_bytes += nbytes
 
     def saved(self, nbytes: int) -> None:

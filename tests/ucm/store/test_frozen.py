@@ -368,7 +368,7 @@ def test_a_stuck_directory_does_not_starve_another(
         well = store.load([memory.transfer() for memory in memories if memory.key not in there])
         assert set(well.wait().done) == set(KEYS) - there
         assert not stuck.check(), "the memory that a stuck thread may yet write to is not given back"
-        assert len(hanging.calls) == two.load_threads
+        clock.run_until(lambda: len(hanging.calls) == two.load_threads)
         clock.advance(two.stuck_seconds)
         again = store.load([memory.transfer() for memory in filled(there, EVEN)]).wait()
         assert {error.cause for error in again.failed.values()} == {"timeout"}

@@ -208,20 +208,16 @@ class Slab:
         """Return the offset of a row in the slab."""
         return self._begin + row.number * self._row_bytes
 
-    def memory(self, row: Row, share: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the memory of a rank's layer slices of a block.
+    def memory(self, row: Row, share: int, nbytes: int) -> Buffer:
+        """Return the memory of a rank's part of a block.
 
         Args:
             row: The block's row.
             share: The offset of the rank's part within the row.
-            sizes: The sizes of the layer slices in bytes.
+            nbytes: The size of the part.
         """
         at = self.offset(row) + share
-        found = []
-        for size in sizes:
-            found.append(self._memory[at : at + size])
-            at += size
-        return found
+        return self._memory[at : at + nbytes]
 
     def whole(self) -> memoryview:
         """Return all of the slab's memory, read-only."""
@@ -470,7 +466,7 @@ class SlabReader:
         self, task: TransferTask, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]
     ) -> None:
         for block, place, tier in zip(blocks, places, tiers, strict=True):
-            nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
+            nbytes = block.nbytes
             failure: StoreError | None = None
             try:
                 if self._memory is None:

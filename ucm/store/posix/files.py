@@ -351,7 +351,8 @@ def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, dire
     """Read a file of the right length; return False if anything in it differs from what was stored."""
     read = read_direct if direct else read_into
     slices, first = block.slices, block.first_slice
-    begin, end = codec.offsets[first], codec.offsets[first + len(slices)]
+    begin = codec.offsets[first]
+    end = begin + block.nbytes
     header = bytearray(codec.nbytes)
     if first == 0:
         if read(descriptor, [header, *slices], 0, end) != end:

@@ -357,7 +357,7 @@ class PosixTier(Tier):
 
     Options: ClassVar[type[TierOptions]] = CompressingOptions
     rests_by_itself = True
-    batch_nbytes = 2 << 20
+    batch_nbytes = 8 << 20
     authenticates = True
     leases = True
 

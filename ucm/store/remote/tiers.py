@@ -351,7 +351,7 @@ class RemoteTier(ValueTier):
     def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
         """Return what to receive to load some layer slices of a block: its header as well."""
         codec, first = known_codec(self.codec), block.first_slice
-        if len(block.slices) == len(codec.geometry.slice_sizes):
+        if block.nbytes == codec.geometry.nbytes:
             return [Part(0, [memoryview(header), *block.slices])]
         return [Part(0, [memoryview(header)]), Part(codec.offsets[first], block.slices)]
 
