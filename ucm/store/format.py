@@ -42,6 +42,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -249,6 +250,20 @@ def check_place(header: BlockHeader, key: BlockKey, namespace: str | None) -> No
         raise BlockForeignError(f"the block's key is {header.key.hex()}")
 
 
+def check_geometry(header: BlockHeader, geometry: BlockGeometry | None) -> None:
+    """Check that a block has the expected geometry, if one is expected.
+
+    Raises:
+        BlockForeignError: It has another one.
+    """
+    if geometry is None:
+        return
+    if header.fingerprint != geometry.fingerprint:
+        raise BlockForeignError(f"the block's geometry has the fingerprint {header.fingerprint.hex()}")
+    if header.slice_sizes != geometry.slice_sizes:
+        raise BlockForeignError(f"the block has {len(header.slice_sizes)} layer slices of other sizes")
+
+
 def verify(
     content: Buffer,
     key: BlockKey,
@@ -265,10 +280,48 @@ def verify(
     """
     header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]), authenticator, any_key=any_key)
     check_place(header, key, namespace)
-    pieces = header.pieces(lambda at, nbytes: content[at : at + nbytes], len(content))
-    for _ in checked(pieces, header, authenticator):
-        pass
+    deque(checked(_pieces(content, header), header, authenticator), maxlen=0)
     return header
+
+
+def plain(
+    stored: Buffer,
+    key: BlockKey,
+    authenticator: Authenticator | None = None,
+    *,
+    namespace: str | None = None,
+    geometry: BlockGeometry | None = None,
+) -> Buffer:
+    """Return a whole stored block without compression, checked as by ``verify``; a block that has none is not copied.
+
+    Args:
+        stored: The block.
+        key: The expected key.
+        authenticator: See ``verify``.
+        namespace: The expected namespace; None: any.
+        geometry: The expected geometry; None: any.
+
+    Raises:
+        BlockCompressedError: This process cannot decompress it.
+        StoreError: As by ``verify``, or the block has another geometry.
+    """
+    begin = bytearray(stored[: header_nbytes(bytes(stored[:UNIT]))])
+    header = decode(begin, authenticator)
+    check_place(header, key, namespace)
+    check_geometry(header, geometry)
+    pieces = checked(_pieces(stored, header), header, authenticator)
+    if not header.is_compressed:
+        deque(pieces, maxlen=0)
+        return stored
+    content = aligned_buffer(header.file_nbytes)
+    uncompress(begin)
+    content[: header.nbytes] = begin
+    pour(pieces, [content[header.nbytes :]])
+    return content
+
+
+def _pieces(stored: Buffer, header: BlockHeader) -> Iterator[Buffer]:
+    return header.pieces(lambda at, nbytes: stored[at : at + nbytes], len(stored))
 
 
 def checked(
@@ -500,19 +553,6 @@ class HeaderCodec:
             return None
         return header
 
-    def uncompressed(self, stored: Buffer) -> Buffer:
-        """Return a whole block without compression, unchecked; what is not a compressed block as it is.
-
-        Raises:
-            BlockCompressedError: This process cannot decompress it.
-        """
-        content = aligned_buffer(self.file_nbytes)
-        header = self.unpack(stored, 0, [content[self.nbytes :]])
-        if header is None:
-            return stored
-        content[: self.nbytes] = header
-        return content
-
     def is_sound(self, header: bytearray, key: BlockKey, first: int, memory: Sequence[Buffer]) -> bool:
         """Return whether layer slices are those that were stored and the header has this key and geometry.
 
@@ -546,18 +586,6 @@ class HeaderCodec:
             return error
         return self.refusal(bytes(header[:nbytes]), key, self.file_nbytes)
 
-    def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
-        """Return what is wrong with a whole stored block, header and layer slices; None if it is sound."""
-        if content.nbytes == self.file_nbytes and self.is_sound(
-            bytearray(content[: self.nbytes]), key, 0, [content[self.nbytes :]]
-        ):
-            return None
-        try:
-            nbytes = header_nbytes(bytes(content[:UNIT]))
-        except (BlockCorruptError, BlockForeignError) as error:
-            return error
-        return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
-
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
         """Return what is wrong with a block: its header, or else its length, or else its layer slices.
 
@@ -568,16 +596,10 @@ class HeaderCodec:
         """
         try:
             found = decode(header, self.authenticator)
+            check_place(found, key, self._namespace)
+            check_geometry(found, self.geometry)
         except (BlockCorruptError, BlockForeignError) as error:
             return error
-        if found.namespace_digest != self._digest:
-            return BlockForeignError("the block belongs to another namespace")
-        if found.key != key:
-            return BlockForeignError(f"the block's key is {found.key.hex()}")
-        if found.fingerprint != self.geometry.fingerprint:
-            return BlockForeignError(f"the block's geometry has the fingerprint {found.fingerprint.hex()}")
-        if found.slice_sizes != self.geometry.slice_sizes:
-            return BlockForeignError(f"the block has {len(found.slice_sizes)} layer slices of other sizes")
         if found.is_compressed:
             return BlockCorruptError("the compressed layer slices are damaged")
         if file_nbytes != self.file_nbytes:

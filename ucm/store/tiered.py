@@ -85,7 +85,7 @@ class TieredStore(KVStore):
         self._loading = 0  # load tasks in progress
         self._throttle = Throttle(config.save_queue_bytes, clock=clock)
         self._guards = tuple(Guard(tier, config, self._take_turn, clock=clock) for tier in self._tiers)
-        self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
+        self._promoter = Promoter(self._guards[0], codec, config.write_behind_bytes)
         self._behind = tuple(
             tuple(
                 WriteBehind(
@@ -260,7 +260,7 @@ class TieredStore(KVStore):
                     left.append((block, outcome))
                     continue
                 if number:
-                    self._promoter.keep(block)
+                    self._promoter.keep(guard, block)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.renew({block.key: block.depth})

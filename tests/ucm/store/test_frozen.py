@@ -515,7 +515,7 @@ def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "access", create_autospec(os.access, side_effect=some))
-            question = _Question(directory, RecentKeys(0, 0.0), KEYS, gaps=True)
+            question = _Question(directory, RecentKeys(0, 0.0), KEYS)
             clock.run_until_idle()
             assert question.answers(0.0) == [True] * 4
             assert question.error is None

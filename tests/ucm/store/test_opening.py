@@ -215,8 +215,12 @@ def test_no_call_waits_while_what_waited_is_begun(clock: SimulatedClock) -> None
         task.succeeded(blocks[0].key, "posix", 1)
         return task
 
+    def make() -> KVStore:
+        may_open.wait()
+        return inner  # type: ignore[no-any-return] # a mock is Any
+
     inner.save.side_effect = save_slowly
-    store = OpeningStore(lambda: may_open.wait() and inner, 60, clock=clock)
+    store = OpeningStore(make, 60, clock=clock)
     blocks = [[memory.transfer()] for memory in filled(KEYS[:3], EVEN)]
     tasks = [store.save(blocks[0]), store.save(blocks[1])]
     may_open.set()

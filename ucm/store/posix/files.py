@@ -23,7 +23,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ucm.store.base import (
-    BlockForeignError,
     BlockMissingError,
     BlockUnreadableError,
     StoreError,
@@ -35,6 +34,7 @@ from ucm.store.format import (
     UNIT,
     aligned_buffer,
     beyond,
+    check_geometry,
     check_place,
     checked,
     decode,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.format import BlockHeader, HeaderCodec
     from ucm.store.posix.layout import Layout
     from ucm.store.posix.paths import NewFile
@@ -206,16 +206,16 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
 
 def read_file(
     directory: Directory,
-    codec: HeaderCodec | None,
+    geometry: BlockGeometry | None,
     key: BlockKey,
     path: str,
     authenticator: Authenticator | None = None,
 ) -> Buffer:
-    """Return a block's whole file, decompressed, verified against its own header and, if there is one, the codec.
+    """Return a block's whole file, decompressed, verified against its own header.
 
     Args:
         directory: The directory that it is in.
-        codec: The codec of the blocks; None: of any geometry.
+        geometry: The expected geometry; None: any.
         key: The block's key.
         path: Its file.
         authenticator: Authenticates blocks; None: they have checksums alone.
@@ -225,11 +225,7 @@ def read_file(
     """
 
     def read(descriptor: int, header: BlockHeader, pieces: Iterator[Buffer]) -> Buffer:
-        if codec is not None and (header.slice_sizes, header.fingerprint) != (
-            codec.geometry.slice_sizes,
-            codec.geometry.fingerprint,
-        ):
-            raise BlockForeignError("the block has another geometry")
+        check_geometry(header, geometry)
         begin = bytearray(_pread(descriptor, header.nbytes))
         uncompress(begin)
         content = aligned_buffer(header.file_nbytes)

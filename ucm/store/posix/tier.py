@@ -334,8 +334,6 @@ _OF_THE_BLOCK = (BlockCorruptError, BlockForeignError, BlockUnreadableError)
 _COARSEST = 1_000_000_000
 #: The most blocks that are remembered as renewed; then some are renewed again.
 _MOST_RENEWED = 1 << 17
-#: How many keys of a prefix the first lookup covers.
-_FIRST_STEP = 64
 
 
 class PosixTier(Tier):
@@ -358,6 +356,7 @@ class PosixTier(Tier):
     Options: ClassVar[type[TierOptions]] = CompressingOptions
     rests_by_itself = True
     batch_nbytes = 8 << 20
+    first_wave = 4  # on a network file system, each name is a request
     authenticates = True
     leases = True
 
@@ -426,19 +425,20 @@ class PosixTier(Tier):
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         """Test one directory entry per key that is not known to exist, on the lookup threads of each directory."""
-        return self._ask(keys, deadline, gaps=True)
-
-    def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
-        """Count blocks without a gap; each directory's thread stops at its first missing key."""
-        hits, step = 0, _FIRST_STEP
-        while hits < len(keys):
-            # Keys are looked up in batches, but not all at once, because the first gap may be near.
-            found = self._ask(keys[hits : hits + step], deadline, gaps=False)
-            if False in found:
-                return hits + found.index(False)
-            hits += len(found)
-            step *= 4
-        return hits
+        by_lane: dict[int, list[int]] = {}
+        for place, key in enumerate(keys):
+            by_lane.setdefault(self.lane(key), []).append(place)
+        asked = [
+            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places]))
+            for lane, places in by_lane.items()
+        ]
+        found = [False] * len(keys)
+        for places, question in asked:
+            for place, there in zip(places, question.answers(deadline), strict=False):
+                found[place] = there
+            if question.error is not None:
+                self.counters.failed("lookup", question.error)
+        return found
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Read one file after the other."""
@@ -546,7 +546,8 @@ class PosixTier(Tier):
         del deadline
         directory = self._directory(key)
         try:
-            return read_file(directory, self._codec, key, directory.layout.block(key), self._authenticator)
+            geometry = self._codec.geometry if self._codec is not None else None
+            return read_file(directory, geometry, key, directory.layout.block(key), self._authenticator)
         except StoreError as error:
             self._fail(directory, key, error)
 
@@ -597,23 +598,6 @@ class PosixTier(Tier):
     def _directory(self, key: BlockKey) -> Directory:
         return self._directories[self.lane(key)]
 
-    def _ask(self, keys: Sequence[BlockKey], deadline: float, *, gaps: bool) -> list[bool]:
-        """Return which blocks exist; without ``gaps``, only those before each directory's first missing one."""
-        by_lane: dict[int, list[int]] = {}
-        for place, key in enumerate(keys):
-            by_lane.setdefault(self.lane(key), []).append(place)
-        asked = [
-            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places], gaps=gaps))
-            for lane, places in by_lane.items()
-        ]
-        found = [False] * len(keys)
-        for places, question in asked:
-            for place, there in zip(places, question.answers(deadline), strict=False):
-                found[place] = there
-            if question.error is not None:
-                self.counters.failed("lookup", question.error)
-        return found
-
     def _note_eviction(self, path: str) -> None:
         key = key_of(*path.rsplit("/", 2)[-2:])
         self.counters.evicted(1, () if key is None else (key,))
@@ -647,11 +631,10 @@ class _Question:
         directory: The directory; it is not read while it rests.
         recent: Keys that were recently found.
         keys: The keys to look up.
-        gaps: Whether to continue after a missing block.
     """
 
-    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey], *, gaps: bool) -> None:
-        self._directory, self._recent, self._keys, self._gaps = directory, recent, keys, gaps
+    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey]) -> None:
+        self._directory, self._recent, self._keys = directory, recent, keys
         self._found: list[bool] = []
         self._tested = 0
         self._ended = directory.clock.event()
@@ -692,7 +675,7 @@ class _Question:
                 if found:
                     there.append(key)
             self._found.append(found)
-            if self._given_up or not (found or self._gaps):
+            if self._given_up:
                 break
         self._recent.generations()[0].update(there)
 

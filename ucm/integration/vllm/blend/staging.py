@@ -15,7 +15,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of, start_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -229,7 +229,7 @@ class ChunkStager:
                 reading.mine.append(claimed[0])
         for store, share, nbytes in zip(self._stores, self.shares, self._sizes, strict=True):
             transfers = [BlockTransfer(row.name[1], [self._slab.memory(row, share, nbytes)]) for row in reading.mine]
-            reading.tasks.append(store.load(transfers))
+            reading.tasks.append(start_load(store, transfers))
 
     def _end_reading(self, reading: _Reading) -> None:
         """Wait for the reads of `_begin_reading`."""

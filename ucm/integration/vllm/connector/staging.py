@@ -19,7 +19,7 @@ from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.kv_cache import lacking, longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of, start_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -576,7 +576,7 @@ class Stager:
                     BlockTransfer(row.name[1], [slab.memory(row, share, nbytes)], depth=depth(place))
                     for place, row in rows
                 ]
-                tasks.append((store, store.load(transfers)))
+                tasks.append((store, start_load(store, transfers)))
 
     def _fill(
         self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]], lookup: Lookup
