@@ -457,13 +457,13 @@ class HeaderCodec:
         return HeaderCodec(self._namespace, self.geometry, self.authenticator, private=True)
 
     def end_of(self, first: int, nbytes: int) -> int | None:
-        """Return the index after that of the last of consecutive layer slices; None if none ends after so many bytes.
+        """Return the index after that of the last of some consecutive layer slices; None if they do not end there.
 
         Args:
             first: The index of the first one.
             nbytes: The bytes of all of them.
         """
-        if not 0 <= first < len(self._index):
+        if not 0 <= first < len(self._index) or not nbytes:
             return None
         return self._index.get(self.offsets[first] + nbytes)
 

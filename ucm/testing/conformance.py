@@ -123,6 +123,8 @@ class StoreConformance(SavingConformance):
             BlockTransfer(KEYS[0], good, 1),
             BlockTransfer(KEYS[0], good, -1),
             BlockTransfer(KEYS[0], []),
+            BlockTransfer(KEYS[0], [], 1),
+            BlockTransfer(KEYS[0], [memoryview(b"")], 1),
             BlockTransfer(KEYS[0], [*good, good[0]]),
             BlockTransfer(KEYS[0], [memoryview(bytearray(geometry.nbytes - 1))]),
             BlockTransfer(KEYS[0], [memoryview(bytearray(geometry.nbytes))], 1),

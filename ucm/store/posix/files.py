@@ -45,8 +45,9 @@ from ucm.store.format import (
     scatter,
     uncompress,
 )
-from ucm.store.posix.layout import is_quarantined, owner_name
+from ucm.store.posix.layout import is_quarantined, owner_name, unlink_private
 from ucm.store.posix.paths import (
+    NewFile,
     NotAFileError,
     list_directory,
     make_directory,
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.format import BlockHeader, HeaderCodec
     from ucm.store.posix.layout import Layout
-    from ucm.store.posix.paths import NewFile
     from ucm.store.posix.tier import Directory
 
     T = TypeVar("T")
@@ -410,13 +410,13 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     if not directory.writes.allows():
         raise directory.writes.refusal(directory.layout.root)
     where = directory.layout.temporary
-    file: NewFile | None = None
+    file, published = None, False
     try:
         file = _write(directory, pieces, nbytes_of(pieces))
         where = directory.layout.block(key)
         with suppress(FileExistsError):
             directory.publish(file, key)
-            file = None
+            published = True
     except StoreFullError:  # the evictor is behind, which is no failure of the medium
         directory.writes.succeeded()
         raise
@@ -427,7 +427,7 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
         raise failure from error
     finally:
         if file is not None:
-            file.unlink()
+            file.close(deletes=not published)
     directory.writes.succeeded()
 
 
@@ -467,7 +467,15 @@ def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: i
 
 def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, *, direct: bool) -> NewFile:
     flags = os.O_WRONLY | os.O_DIRECT if direct else os.O_WRONLY
-    descriptor, file = directory.with_directories(partial(directory.new_file, owner_name(), flags))
+    path, descriptor = f"{directory.layout.temporary}/{owner_name()}", -1
+    try:
+        descriptor = directory.with_directories(partial(directory.layout.new_file, path, flags))
+        file = NewFile(descriptor)
+    except OSError:
+        if descriptor >= 0:
+            os.close(descriptor)
+        unlink_private(path)  # also where the file system refuses O_DIRECT, Linux has made it
+        raise
     try:
         try:
             directory.with_directories(partial(_reserve, directory, descriptor, nbytes))
@@ -482,7 +490,7 @@ def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbyte
         finally:
             os.close(descriptor)  # where a network file system may report that it could not write
     except BaseException:
-        file.unlink()
+        file.close(deletes=True)
         raise
     return file
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -27,7 +26,6 @@ from ucm.store.posix.files import quarantine, read_block, read_file, store_error
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import (
-    KeptDirectory,
     distrust,
     file_system_of,
     group_id,
@@ -121,8 +119,6 @@ class Directory:
         check_root(root, config.trusted_group)
         _check_namespace(self.layout)
         self.layout.keep_identity()
-        self._base = KeptDirectory(self.layout.base, clock=clock)
-        self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
         self._taking = clock.lock()  # held while the tally is read
         self._is_patient = True
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
@@ -176,14 +172,6 @@ class Directory:
                 self._is_patient = True
                 return
 
-    def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
-        """Make a temporary file; return its descriptor and the file.
-
-        Raises:
-            OSError: The file cannot be made.
-        """
-        return self._temporary.new_file(name, flags, self.layout.file_mode, self.layout.group)
-
     def publish(self, file: NewFile, key: BlockKey) -> None:
         """Rename a temporary file to its block's name.
 
@@ -193,8 +181,7 @@ class Directory:
             FileExistsError: The block is there.
             OSError: The file cannot be renamed.
         """
-        block = key.hex()
-        self.with_directories(partial(self._publish, file, block[:2], block[2:]))
+        self.with_directories(partial(self._publish, file, self.layout.block(key)))
 
     def with_directories(self, call: Callable[[], T]) -> T:
         """Call a function that needs the namespace's directories, and make missing ones.
@@ -212,24 +199,14 @@ class Directory:
                     self._make()
         return call()
 
-    def _publish(self, file: NewFile, bucket: str, name: str) -> None:
+    def _publish(self, file: NewFile, path: str) -> None:
         try:
-            there = self._base.receive(file, bucket, name)
-        except OSError as error:
-            # The bucket is missing, or the path no longer leads to the open directory.
-            if error.errno not in {errno.ENOENT, errno.EXDEV}:
-                raise
-            make_directory(f"{self.layout.base}/{bucket}", self.layout.group)
-            there = self._base.receive(file, bucket, name)
-        if not there:
-            raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted", self.layout.base)
+            file.move(path)
+        except FileNotFoundError:
+            make_directory(path.rpartition("/")[0], self.layout.group)
+            file.move(path)
         if self._touches:
             file.touch()
-
-    def let_go(self, *, old: bool = False) -> None:
-        """Close the directories kept open for writing; with ``old``, only those open for long."""
-        for directory in (self._base, self._temporary):
-            directory.let_go(old=old)
 
     def read_failed(self, error: OSError, path: str) -> StoreError:
         """Note that a file could not be read, and return the error."""
