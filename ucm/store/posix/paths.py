@@ -52,7 +52,7 @@ class NewFile:
     """A file that no other process knows; it is found even if a directory above it is renamed.
 
     Args:
-        descriptor: The file; it is to be closed, which reports what could not be written, and stays open by another one.
+        descriptor: The file. Close it, to learn what could not be written; this keeps another descriptor of it.
     """
 
     def __init__(self, descriptor: int) -> None:
