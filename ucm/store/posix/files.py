@@ -185,18 +185,20 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
     """
     if not directory.reads.allows():
         raise directory.reads.refusal(directory.layout.root)
-
-    def read() -> tuple[int, StoreError | None]:
-        direct = directory.direct_io  # another thread may switch it off meanwhile
+    direct = directory.direct_io  # another thread may switch it off meanwhile
+    try:
         try:
-            return _read(path, codec, block, direct=direct)
+            used, refusal = _read(path, codec, block, direct=direct)
         except OSError as error:
             if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
                 raise
             directory.no_direct_io(error)
-            return _read(path, codec, block, direct=False)
-
-    used, refusal = _attempt(directory, block.key, path, read)
+            used, refusal = _read(path, codec, block, direct=False)
+    except OSError as error:
+        raise _failure(directory, block.key, path, error) from error
+    except StoreError as error:
+        error.where = path
+        raise
     directory.reads.succeeded()
     if refusal is not None:
         refusal.where = path
@@ -234,7 +236,13 @@ def read_file(
         return content
 
     namespace = directory.layout.namespace
-    return _attempt(directory, key, path, lambda: _with_header(path, key, read, authenticator, namespace=namespace))
+    try:
+        return _with_header(path, key, read, authenticator, namespace=namespace)
+    except OSError as error:
+        raise _failure(directory, key, path, error) from error
+    except StoreError as error:
+        error.where = path
+        raise
 
 
 def read_header(path: str) -> BlockHeader:
@@ -285,23 +293,17 @@ def read_body(path: str, key: BlockKey) -> bytes:
     return _with_header(path, key, read, None)
 
 
-def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], T]) -> T:
-    """Read a block, and distinguish failures of the medium from those of one block."""
-    try:
-        return read()
-    except FileNotFoundError:
+def _failure(directory: Directory, key: BlockKey, path: str, error: OSError) -> StoreError:
+    """Return the error of a block that cannot be read, which may be the block's or the medium's."""
+    if isinstance(error, FileNotFoundError):
         if directory.reads.probing:
             directory.reads.succeeded()  # the medium answers
-        raise BlockMissingError(f"block {key.hex()} is not in the store", where=path) from None
-    except NotAFileError as error:
-        raise BlockUnreadableError("there is something else in the block's place", where=path) from error
-    except OSError as error:
-        if error.errno in _OF_ONE_FILE:
-            raise BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=path) from error
-        raise directory.read_failed(error, path) from error
-    except StoreError as error:
-        error.where = path
-        raise
+        return BlockMissingError(f"block {key.hex()} is not in the store", where=path)
+    if isinstance(error, NotAFileError):
+        return BlockUnreadableError("there is something else in the block's place", where=path)
+    if error.errno in _OF_ONE_FILE:
+        return BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=path)
+    return directory.read_failed(error, path)
 
 
 def _with_header(
