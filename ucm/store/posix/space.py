@@ -444,7 +444,6 @@ class _Root:
         self._leases = directory.leases
 
     def close(self) -> None:
-        self._directory.let_go()
         self._usage.close()
 
     def look(self, now: float) -> float:
@@ -453,7 +452,6 @@ class _Root:
         Raises:
             OSError: The root cannot be reached.
         """
-        self._directory.let_go(old=True)
         if self._next_mend is None:
             self._next_mend = now + _FIRST_SECONDS
         if now >= self._next_mend:

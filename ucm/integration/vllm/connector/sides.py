@@ -276,7 +276,7 @@ class SchedulerSide:
         self._keys.next_step(freed_encodings(scheduler_output))
         plan = self.scheduler.plan(scheduler_output)
         plan.authentication = self._authentication
-        if self._slab is not None and not self.scheduler.stager.has_begun:
+        if self._slab is not None and (self.scheduler.prepares or not self.scheduler.namespace):
             plan.slab = self._slab.address
             self._offered = self._offered or plan.step
         return plan

@@ -419,8 +419,7 @@ def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
         assert reader.attach(first.slab, rank, record)
     plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert (side.scheduler.saves, side.scheduler.stager.has_begun) == (False, False)
-    for _ in range(3):
-        side.plan(STEP)
+    assert [side.plan(STEP).slab for _ in range(3)] == [None] * 3
     (said,) = [text for text in log.messages if "another authentication key" in text]
     assert "ranks [1]" in said
     side.close()
@@ -500,6 +499,7 @@ def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
     plan_until(clock, side, lambda: any("nothing is loaded" in text for text in log.messages))
     plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert not side.scheduler.stager.has_begun
+    assert side.plan(STEP).slab is None
     side.close()
     reader.close()
 
