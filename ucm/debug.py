@@ -27,6 +27,7 @@ import numpy as np
 
 from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
+from ucm.errors import UcmError
 from ucm.hashing.request_content import RequestContent
 from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
@@ -151,6 +152,12 @@ def describe(
     """
     extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
     settings = load_connector_config(extra)
+    if settings.kv_head_shards and not of_all_ranks:
+        raise UcmError(
+            "this engine stores blocks in slices of KV heads, and only whole blocks can be tried",
+            where=f"kv_head_shards = {settings.kv_head_shards}",
+            fix="leave it out: each slice's store works alike",
+        )
     return settings, describe_engine(Path(model), extra, engine_args, of_all_ranks=of_all_ranks)
 
 

@@ -421,7 +421,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def cluster(directory: Path, masters: int = 3, replicas: int = 1) -> Iterator[list[RedisServer]]:
-    """Start a cluster; a replica takes over when `take_over` says so, and never by itself, however long a test needs."""
+    """Start a cluster; a replica takes over when `take_over` says so, and never by itself, however long a test is."""
     options = (
         "--cluster-enabled",
         "yes",
