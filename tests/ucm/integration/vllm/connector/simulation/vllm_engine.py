@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -173,6 +174,10 @@ class VllmEngine:
 
     def turn(self) -> None:
         """Run one iteration of the engine's loop."""
+        if self.chance.random() < self.setting.losses:
+            self._lose_blocks()
+        if self.chance.random() < self.setting.resets:
+            self._reset()
         in_flight = len(self._planned) + len(self._executed)
         batches = 2 if self.setting.asynchronous else 1
         if in_flight < batches and self.scheduler.has_requests():
@@ -212,6 +217,26 @@ class VllmEngine:
 
     # Within
 
+    def _lose_blocks(self) -> None:
+        """Delete some blocks of one group, as if they were evicted before those of the others."""
+        spaces = {path.parents[1] for path in self.store_directory.glob("*/*/*") if _is_block(path)}
+        if spaces:
+            space = self.chance.choice(sorted(spaces))
+            found = [path for path in sorted(space.glob("*/*")) if _is_block(path)]
+            for path in self.chance.sample(found, min(len(found), self.chance.randint(1, 8))):
+                path.unlink(missing_ok=True)
+                self.happened["lost"] += 1
+
+    def _reset(self) -> None:
+        """Reset vLLM's prefix cache, as a server's client asks for; vLLM refuses it while blocks are being loaded."""
+        try:
+            done = self.scheduler.reset_prefix_cache(
+                reset_running_requests=self.chance.random() < 0.6, reset_connector=self.chance.random() < 0.3
+            )
+        except RuntimeError:
+            done = False
+        self.happened["resets"] += done
+
     def _configuration(self, model: Path) -> Any:
         setting = self.setting
         transfer = KVTransferConfig(
@@ -227,7 +252,12 @@ class VllmEngine:
             "connector": "layerwise" if self.setting.layerwise else "direct",
             "chunk_tokens": self.setting.stored_tokens,
             "kv_head_shards": self.setting.slices,
-            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "save_nice": 0},
+            "store": {
+                "pipeline": "Posix",
+                "directories": [str(self.store_directory)],
+                "save_nice": 0,
+                **({"posix_capacity": f"{self.setting.capacity}KiB"} if self.setting.capacity else {}),
+            },
             "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
         }
@@ -352,6 +382,10 @@ class VllmEngine:
                 self.known[key] = tuple(tokens[: place * size])
         keys.forget(request.request_id)
         self.happened["finished"] += 1
+
+
+def _is_block(path: Path) -> bool:
+    return path.is_file() and re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name) is not None
 
 
 def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int) -> Any:

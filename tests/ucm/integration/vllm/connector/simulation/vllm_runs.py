@@ -62,23 +62,41 @@ def serve(
             # This release cannot recompute what fails to load into such a model, so nothing may be loaded.
             expected -= {"loads", failing}
             assert not happened["loads"]
-        with engine._patched:  # a failure here must not leak its patches into the next test
-            left = REQUESTS
-            while left:
-                while left and chance.random() < 0.4:
-                    engine.submit(list(chance.choice(prompts)), chance.choice(lengths))
-                    left -= 1
-                engine.turn()
-            engine.drain()
-            known.update(engine.known)
-            engine.known = known
-            happened["stored"] = check_stored(engine)
-            assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == setting.blocks - 1
-            engine.close()
-        happened += engine.happened
+        happened += play(engine, prompts, lengths, known)
+        happened["stored"] = engine.happened["stored"]
         if start >= STARTS and all(happened[what] for what in expected):
             return happened
     raise AssertionError(f"{expected - set(+happened)} did not happen")
+
+
+def play(
+    engine: VllmEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int], known: dict[bytes, tuple[int, ...]]
+) -> Counter[str]:
+    """Serve some of the prompts with one engine, and end it; check as `serve` does.
+
+    Args:
+        engine: A new engine.
+        prompts: The possible prompts.
+        lengths: The possible numbers of generated tokens.
+        known: The tokens up to the end of each block, by its key; those of this engine are added.
+
+    Returns:
+        The number of events of each kind; ``stored``: of blocks in the store.
+    """
+    chance, left = engine.chance, REQUESTS
+    with engine._patched:  # a failure here must not leak its patches into the next test
+        while left:
+            while left and chance.random() < 0.4:
+                engine.submit(list(chance.choice(prompts)), chance.choice(lengths))
+                left -= 1
+            engine.turn()
+        engine.drain()
+        known.update(engine.known)
+        engine.known = known
+        engine.happened["stored"] = check_stored(engine)
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == engine.setting.blocks - 1
+        engine.close()
+    return engine.happened
 
 
 def check_stored(engine: VllmEngine) -> int:
