@@ -95,6 +95,9 @@ HYBRIDS = {
         groups=((8, STATE, 2), (8, None, 2)), blocks=48, hash_tokens=2, asynchronous=True, announced_late=True
     ),
     "with a window": Setting(groups=((4, None, 2), (4, 9, 2), (4, STATE, 2)), blocks=72, failing_loads=0.1, aborts=0.1),
+    # Of latents all ranks have the same, and of states each its own (Kimi-Linear).
+    "latents": Setting(groups=_HYBRID, precisions=True, blocks=72, ranks=2, failing_loads=0.1, aborts=0.1),
+    "states alone": Setting(groups=((4, STATE, 2),), ranks=2, failing_loads=0.1, aborts=0.1),
 }
 #: Models whose specifications early releases lack: latents with an indexer's keys beside them, in other precisions and
 #: page sizes (DeepSeek V3.2, GLM-5); chunked local attention (Llama 4); compressed windows with blocks of many sizes

@@ -24,7 +24,7 @@ class Setting(EngineSetting):
         groups: The block size, window (`STATE` for recurrent layers, see also `reach`) and number of layers of each
             group.
         precisions: Whether attention is latent, the same on all ranks, and every second layer of full attention is of
-            another precision and page size.
+            another precision and page size (not beside states).
         stored_tokens: The tokens of a stored chunk; 0: each block is stored alone.
         ranks: The number of workers.
         batches: The number of steps in flight.

@@ -121,7 +121,9 @@ class VllmEngine:
         specs = [
             KVCacheGroupSpec(
                 list(group.layer_names),
-                _specification(group, page, precisions=setting.precisions, heads=setting.heads),
+                _specification(
+                    group, page, latent=setting.precisions, indexed=not groups.has_states, heads=setting.heads
+                ),
             )
             for group in every
         ]
@@ -388,7 +390,7 @@ def _is_block(path: Path) -> bool:
     return path.is_file() and re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name) is not None
 
 
-def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int) -> Any:
+def _specification(group: CacheGroup, page: int, *, latent: bool, indexed: bool, heads: int) -> Any:
     """Return a specification with 8 bytes per token and head, or per state, in pages of so many bytes."""
     if group.is_recurrent:
         return MambaSpec(
@@ -399,7 +401,9 @@ def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int
             mamba_cache_mode="align",
         )
     cells = {"block_size": group.block_size, "num_kv_heads": heads, "dtype": torch.int64, "page_size_padded": page}
-    if group.window is None and precisions:  # latents, and an indexer's keys beside them
+    if group.window is None and latent and not indexed:
+        return MLAAttentionSpec(**cells, head_size=1)
+    if group.window is None and latent:  # and an indexer's keys beside them
         kinds = [
             {"head_size": 1},
             {"head_size": CELL.itemsize, "dtype": torch.uint8, "page_size_padded": page + CELL.itemsize},
@@ -413,5 +417,5 @@ def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int
         return kv_cache_interface.CircularBufferSpec(**cells)
     if group.is_local:
         return ChunkedLocalAttentionSpec(attention_chunk_size=group.window, **cells)
-    kind = kv_cache_interface.SlidingWindowMLASpec if precisions else SlidingWindowSpec
+    kind = kv_cache_interface.SlidingWindowMLASpec if latent else SlidingWindowSpec
     return kind(sliding_window=group.window, **cells)

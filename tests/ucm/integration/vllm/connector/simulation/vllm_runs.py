@@ -106,8 +106,8 @@ def check_stored(engine: VllmEngine) -> int:
     setting, ranks = engine.setting, len(engine.memories)
     groups = {group.index: group for group in setting.cache_groups().groups}
     begins = f"kv(?P<part>[0-9]+)of{setting.slices}" if setting.slices else f"tp(?P<part>[0-9]+|all)(of)?{ranks}"
-    count_of_parts = setting.slices or (1 if setting.precisions else ranks)
-    assert len(engine.stores) == count_of_parts * len(groups)
+    shared = [setting.precisions and not group.is_recurrent for group in groups.values()]
+    assert len(engine.stores) == sum(setting.slices or (1 if of_all else ranks) for of_all in shared)
     for tag, store in engine.stores.items():
         found = re.match(begins + "-pp0of1-g(?P<group>[0-9]+)-", tag)
         assert found is not None, tag
