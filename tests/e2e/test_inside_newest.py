@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 #: Files that need a part of the newest release only, or of vLLM little beside its torch, which both releases share.
 FILES = (
+    "tests/e2e/judges/test_distances.py",
     "tests/test_hand_off_proxy.py",
     "tests/ucm/blend/test_position_free.py",
     "tests/ucm/integration/vllm/blend/test_caches.py",

@@ -96,7 +96,7 @@ class Model:
         self.layers, self._epsilon = int(config["num_hidden_layers"]), float(config["rms_norm_eps"])
         self._size, self.heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         self.kv_heads, self.head = int(config["num_key_value_heads"]), self._size // self.heads
-        self._base = float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+        self.base = float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Return the last hidden states, ``[n, hidden]``.
@@ -107,13 +107,7 @@ class Model:
             attend: From a layer and its queries, ``[n, num_heads, head]``, keys and values,
                 ``[n, num_kv_heads, head]``, the attention's output, as the queries.
         """
-        turns = positions[:, None].double() / self._base ** (torch.arange(0, self.head, 2).double() / self.head)
-        cos, sin = (of.float()[:, None] for of in (turns.cos(), turns.sin()))
-
-        def rotated(x: Tensor) -> Tensor:
-            one, two = x.chunk(2, -1)
-            return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
-
+        turn = self.turning(positions)
         hidden = self._weights["embed_tokens.weight"][tokens].float()
         for layer in range(self.layers):
             q, k, v = (
@@ -122,12 +116,16 @@ class Model:
                 )
                 for name in "qkv"
             )
-            read = attend(layer, rotated(q), rotated(k), v)
+            read = attend(layer, turn(q), turn(k), v)
             hidden = hidden + self._times(read.flatten(1), layer, "self_attn.o_proj")
             inner = self._norm(hidden, layer, "post_attention")
             gate, up = (self._times(inner, layer, f"mlp.{name}_proj") for name in ("gate", "up"))
             hidden = hidden + self._times(silu(gate) * up, layer, "mlp.down_proj")
         return rms_norm(hidden, (self._size,), self._weights["norm.weight"].float(), self._epsilon)
+
+    def turning(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what rotates queries or keys, ``[n, heads, head]``, at some positions, ``[n]``."""
+        return turning(positions, self.base ** -(torch.arange(0, self.head, 2).double() / self.head))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the next token."""
@@ -142,6 +140,18 @@ class Model:
 
     def _norm(self, hidden: Tensor, layer: int, name: str) -> Tensor:
         return rms_norm(hidden, (self._size,), self._of(layer, f"{name}_layernorm").float(), self._epsilon)
+
+
+def turning(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Return what rotates queries or keys by some frequencies, ``[head / 2]``, and scales them; see `Model.turning`."""
+    turns = positions[:, None].double() * frequencies
+    cos, sin = (scale * of.float()[:, None] for of in (turns.cos(), turns.sin()))
+
+    def turn(x: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+    return turn
 
 
 def windowed_mask(length: int, prefill: dict[str, int]) -> Tensor:

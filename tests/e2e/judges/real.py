@@ -27,6 +27,7 @@ from tests.e2e.engine import variables
 from tests.e2e.environment import with_overlay
 from tests.e2e.processes import INSIDE
 from tests.e2e.real.chat import HANDBOOK
+from tests.e2e.real.judge import QUESTIONS
 from tests.e2e.real.model import real_model
 from tests.e2e.real.text import HEAD, TAIL, encode
 from transforms.place import BUILD, ROOT
@@ -42,8 +43,8 @@ DOORS = ("red", "blue", "green", "yellow", "white", "black", "brown", "grey")
 #: Tokens of decoded text of which the loss is measured.
 CONTINUED = 64
 #: The tasks, with the number of their prompts.
-ONE, SEVERAL, CHAINED, TEXT = "one", "several", "chained", "text"
-TASKS = {ONE: 16, SEVERAL: 8, CHAINED: 8, TEXT: 8}
+ONE, SEVERAL, CHAINED, DOCUMENT, TEXT = "one", "several", "chained", "document", "text"
+TASKS = {ONE: 16, SEVERAL: 8, CHAINED: 8, DOCUMENT: 16, TEXT: 8}
 DENSE, ORACLE, CODES, ESA, ESA_WINDOWED = "dense", "oracle", "codes", "ESA", "ESA, windowed prompts"
 SELECTORS = (ORACLE, CODES, "bounds", "mean", "random", "window")
 ROWS = (DENSE, *SELECTORS, ESA, ESA_WINDOWED)
@@ -110,7 +111,7 @@ class Question:
         left = self.length - len(head) - len(tail) - sum(map(len, sentences))
         begin, text = 7 * self.number % len(paragraphs), []
         for paragraph in paragraphs[begin:] + paragraphs[:begin]:
-            if len(paragraph) <= left:
+            if len(paragraph) <= left and paragraph not in sentences:
                 text.append(paragraph)
                 left -= len(paragraph)
         ends = [0, *accumulate(map(len, text))]
@@ -175,7 +176,29 @@ def chained(length: int, number: int, count: int) -> Question:
     return Question(CHAINED, length, number, hidden, f"What is the code of the {first} door?", answer)
 
 
-ASKED: Mapping[str, Callable[[int, int, int], Question]] = {ONE: one, SEVERAL: several, CHAINED: chained}
+def document(length: int, number: int, count: int) -> Question:
+    """Ask for what the handbook says; the paragraph that says it lies at one of as many depths as there are questions.
+
+    Neighbours among the questions are of neighbouring sections, so depths are dealt out in another order.
+    """
+    of = json.loads(QUESTIONS.read_text(encoding="utf-8"))["answered"][number]
+    [said] = [paragraph for paragraph in paragraphs_of(HANDBOOK) if of["in"] in paragraph]
+    answer = [(of["begins"], False), (of["answer"], True)]
+    return Question(DOCUMENT, length, number, [((7 * number % count + 0.5) / count, said)], of["question"], answer)
+
+
+ASKED: Mapping[str, Callable[[int, int, int], Question]] = {
+    ONE: one,
+    SEVERAL: several,
+    CHAINED: chained,
+    DOCUMENT: document,
+}
+
+
+def paragraphs_of(*files: Path) -> list[str]:
+    """Return the paragraphs of texts, each with the empty line behind it."""
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    return [f"{each}\n\n" for each in re.split(r"\n\s*\n", text) if each.strip()]
 
 
 def items(python: Path, model: Path, wanted: Mapping[tuple[str, int], int]) -> list[Item]:
@@ -186,8 +209,7 @@ def items(python: Path, model: Path, wanted: Mapping[tuple[str, int], int]) -> l
         model: The model's directory.
         wanted: By task and length, how many.
     """
-    text = "\n\n".join([HANDBOOK.read_text(encoding="utf-8"), *((ROOT / of).read_text("utf-8") for of in MORE)])
-    split = [f"{each}\n\n" for each in re.split(r"\n\s*\n", text) if each.strip()]
+    split = paragraphs_of(HANDBOOK, *(ROOT / of for of in MORE))
     questions = [
         ASKED[task](length, number, count)
         for (task, length), count in wanted.items()

@@ -8,18 +8,23 @@ from tests.e2e.judges.real import (
     BUDGETS,
     CHAINED,
     DENSE,
+    DOCUMENT,
     ESA_WINDOWED,
     ONE,
     ROWS,
     SEVERAL,
+    TASKS,
     Question,
     Verdict,
     chained,
+    document,
     one,
+    paragraphs_of,
     prefills,
     several,
     table,
 )
+from tests.e2e.real.chat import HANDBOOK
 
 LENGTH, COUNT = 900, 4
 #: A token is a character here.
@@ -54,8 +59,18 @@ def test_all_facts_of_an_answer_are_in_the_prompt() -> None:
         assert f"The code of the{door} door is {code}." in prompt
 
 
+def test_the_handbook_says_each_answer_once_and_the_prompt_has_it_at_a_depth_of_its_own() -> None:
+    count, whole = TASKS[DOCUMENT], "".join(paragraphs_of(HANDBOOK))
+    depths = []
+    for number in range(count):
+        prompt, [answer] = written(document(4 * LENGTH, number, count))
+        assert whole.count(answer.strip()) == prompt.count(answer.strip()) == 1
+        depths.append(prompt.index(answer.strip()) / len(prompt))
+    assert len({int(depth * 4) for depth in depths}) == 4
+
+
 def test_questions_are_the_same_each_time_and_differ_from_each_other() -> None:
-    for make in (one, several, chained):
+    for make in (one, several, chained, document):
         assert make(LENGTH, 1, COUNT) == make(LENGTH, 1, COUNT)
         assert make(LENGTH, 1, COUNT).answer != make(LENGTH, 2, COUNT).answer
 

@@ -11,9 +11,10 @@ from unittest.mock import create_autospec, patch
 
 import pytest
 
-from tests.ucm.integration.vllm.connector.simulation.setting import Setting
+from tests.simulated import repeatable
+from tests.ucm.integration.vllm.connector.simulation.setting import Setting, any_kinds
 from tests.ucm.integration.vllm.connector.simulation.truth import RING, STATE
-from tests.ucm.integration.vllm.connector.simulation.vllm_runs import check_stored, serve
+from tests.ucm.integration.vllm.connector.simulation.vllm_runs import REQUESTS, check_stored, play, serve
 from tests.ucm.integration.vllm.connector.test_simulation import prompts
 
 pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
@@ -94,6 +95,9 @@ HYBRIDS = {
         groups=((8, STATE, 2), (8, None, 2)), blocks=48, hash_tokens=2, asynchronous=True, announced_late=True
     ),
     "with a window": Setting(groups=((4, None, 2), (4, 9, 2), (4, STATE, 2)), blocks=72, failing_loads=0.1, aborts=0.1),
+    # Of latents all ranks have the same, and of states each its own (Kimi-Linear).
+    "latents": Setting(groups=_HYBRID, precisions=True, blocks=72, ranks=2, failing_loads=0.1, aborts=0.1),
+    "states alone": Setting(groups=((4, STATE, 2),), ranks=2, failing_loads=0.1, aborts=0.1),
 }
 #: Models whose specifications early releases lack: latents with an indexer's keys beside them, in other precisions and
 #: page sizes (DeepSeek V3.2, GLM-5); chunked local attention (Llama 4); compressed windows with blocks of many sizes
@@ -146,6 +150,19 @@ if hands_over_states():
         more = ["copies"] if setting.hash_tokens else []
         happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13), *more)
         print(name, dict(happened))
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_any_kinds_of_groups_in_one_store_with_steps_of_several_sizes(seed: int, tmp_path: Path) -> None:
+        """Resets, aborts, evictions and failures come in any order, and each engine's steps end elsewhere."""
+        chance = random.Random(seed)  # noqa: S311 - no secret
+        setting = any_kinds(chance)
+        print(setting)
+        truth, some = setting.truth(), prompts(chance)
+        clock, known, happened = repeatable(seed), dict[bytes, tuple[int, ...]](), Counter[str]()
+        for budget in (setting.budget, *chance.sample((8, 12, 16, 40), 2)):
+            engine = VllmEngine(replace(setting, budget=budget), tmp_path, chance, truth, clock)
+            happened += play(engine, some, range(1, 13), known)
+        assert happened["finished"] == 3 * REQUESTS
 
     @pytest.mark.parametrize("group", [0, 1, 2])
     @pytest.mark.parametrize("rank", [0, 1])

@@ -122,7 +122,7 @@ class KVMemory:
         largest = max(group.block_size for group in self.groups) * heads
         for group in self.groups:
             for place, name in enumerate(group.layer_names):
-                other = precisions and group.needs_all and place % 2 == 1
+                other = precisions and not groups.has_states and group.needs_all and place % 2 == 1
                 page = largest + other  # padded
                 raw = shared.setdefault(place, np.full(num_blocks * page * CELL.itemsize, 0xEE, np.uint8))
                 cells = 1 if group.is_recurrent else group.block_size

@@ -24,7 +24,7 @@ class Setting(EngineSetting):
         groups: The block size, window (`STATE` for recurrent layers, see also `reach`) and number of layers of each
             group.
         precisions: Whether attention is latent, the same on all ranks, and every second layer of full attention is of
-            another precision and page size.
+            another precision and page size (not beside states).
         stored_tokens: The tokens of a stored chunk; 0: each block is stored alone.
         ranks: The number of workers.
         batches: The number of steps in flight.
@@ -39,7 +39,9 @@ class Setting(EngineSetting):
         failing_saves: The share of block saves and commits that fail.
         late: How late the store executes calls.
         aborts: The share of steps at which a request is aborted.
-        losses: The share of steps at which blocks are deleted from the store.
+        losses: The share of steps at which blocks are deleted from the store; with vLLM's scheduler, of one group.
+        resets: The share of steps at which the engine's own prefix cache is reset, with vLLM's scheduler.
+        capacity: KiB of the store's directory, with vLLM's scheduler; 0: as much as there is.
         save_decode_blocks: Whether blocks of generated tokens are saved.
         staged: Whether the KV cache is on a device: torch's CPU.
         announced_late: Whether vLLM prepares the blocks of a step before it announces the step: its V2 runner does.
@@ -64,6 +66,8 @@ class Setting(EngineSetting):
     late: float = 0.7
     aborts: float = 0.0
     losses: float = 0.0
+    resets: float = 0.0
+    capacity: int = 0
     save_decode_blocks: bool = True
     staged: bool = False
     announced_late: bool = False
@@ -177,3 +181,46 @@ def any_setting(chance: random.Random) -> Setting:
         save_decode_blocks=chance.random() < 0.8,
     )
     return replace(found, slices=found.ranks * chance.choice((0, 0, 1, 2)))
+
+
+#: With vLLM's scheduler: states, windows, attention chunks, rings, and blocks of several sizes.
+_KINDS: tuple[tuple[tuple[int, int | None, int], ...], ...] = (
+    ((4, None, 2), (4, STATE, 2), (4, STATE, 2)),
+    ((8, STATE, 2), (8, None, 2)),
+    ((4, STATE, 2),),
+    ((4, None, 2), (4, 9, 2), (4, STATE, 2)),
+    ((4, RING, 1), (4, STATE, 2), (4, None, 2)),
+    ((4, None, 1), (4, 5, 2), (4, 13, 1)),
+    ((4, None, 2), (4, -8, 1), (4, 6, 1)),
+    ((8, None, 2), (4, 9, 1), (2, 3, 1)),
+)
+
+
+def any_kinds(chance: random.Random) -> Setting:
+    """Return random settings of an engine with vLLM's scheduler, whose model has several kinds of groups."""
+    groups = chance.choice(_KINDS)
+    states = any(window == STATE for _, window, _ in groups)
+    stored_tokens = 0 if states else chance.choice((0, 0, 8))
+    return Setting(
+        groups=groups,
+        stored_tokens=stored_tokens,
+        ranks=chance.choice((1, 1, 2)),
+        loads=chance.choice(("staged", "staged", "direct")),
+        asynchronous=chance.random() < 0.4,
+        announced_late=chance.random() < 0.4,
+        staged=not stored_tokens and chance.random() < 0.3,
+        blocks=chance.choice((12, 20, 32)) * len(groups) + 8 * max(size for size, _, _ in groups),
+        budget=chance.choice((8, 12, 16, 40)),
+        chunk=chance.choice((0, 0, 5)),
+        running=chance.choice((2, 4, 6)),
+        policy=chance.choice(("fcfs", "priority")),
+        failing_loads=chance.choice((0, 0.05, 0.3)),
+        failing_saves=chance.choice((0, 0, 0.1)),
+        late=chance.choice((0, 0.5, 0.9)),
+        aborts=chance.choice((0, 0.05, 0.3)),
+        losses=chance.choice((0, 0.05)),
+        resets=chance.choice((0, 0.02, 0.1)),
+        capacity=chance.choice((0, 0, 24, 64)),
+        save_decode_blocks=chance.random() < 0.8,
+        hash_tokens=chance.choice((0, 4)) if states and groups[0][0] == 8 else 0,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -120,7 +121,9 @@ class VllmEngine:
         specs = [
             KVCacheGroupSpec(
                 list(group.layer_names),
-                _specification(group, page, precisions=setting.precisions, heads=setting.heads),
+                _specification(
+                    group, page, latent=setting.precisions, indexed=not groups.has_states, heads=setting.heads
+                ),
             )
             for group in every
         ]
@@ -173,6 +176,10 @@ class VllmEngine:
 
     def turn(self) -> None:
         """Run one iteration of the engine's loop."""
+        if self.chance.random() < self.setting.losses:
+            self._lose_blocks()
+        if self.chance.random() < self.setting.resets:
+            self._reset()
         in_flight = len(self._planned) + len(self._executed)
         batches = 2 if self.setting.asynchronous else 1
         if in_flight < batches and self.scheduler.has_requests():
@@ -212,6 +219,26 @@ class VllmEngine:
 
     # Within
 
+    def _lose_blocks(self) -> None:
+        """Delete some blocks of one group, as if they were evicted before those of the others."""
+        spaces = {path.parents[1] for path in self.store_directory.glob("*/*/*") if _is_block(path)}
+        if spaces:
+            space = self.chance.choice(sorted(spaces))
+            found = [path for path in sorted(space.glob("*/*")) if _is_block(path)]
+            for path in self.chance.sample(found, min(len(found), self.chance.randint(1, 8))):
+                path.unlink(missing_ok=True)
+                self.happened["lost"] += 1
+
+    def _reset(self) -> None:
+        """Reset vLLM's prefix cache, as a server's client asks for; vLLM refuses it while blocks are being loaded."""
+        try:
+            done = self.scheduler.reset_prefix_cache(
+                reset_running_requests=self.chance.random() < 0.6, reset_connector=self.chance.random() < 0.3
+            )
+        except RuntimeError:
+            done = False
+        self.happened["resets"] += done
+
     def _configuration(self, model: Path) -> Any:
         setting = self.setting
         transfer = KVTransferConfig(
@@ -227,7 +254,12 @@ class VllmEngine:
             "connector": "layerwise" if self.setting.layerwise else "direct",
             "chunk_tokens": self.setting.stored_tokens,
             "kv_head_shards": self.setting.slices,
-            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "save_nice": 0},
+            "store": {
+                "pipeline": "Posix",
+                "directories": [str(self.store_directory)],
+                "save_nice": 0,
+                **({"posix_capacity": f"{self.setting.capacity}KiB"} if self.setting.capacity else {}),
+            },
             "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
         }
@@ -354,7 +386,11 @@ class VllmEngine:
         self.happened["finished"] += 1
 
 
-def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int) -> Any:
+def _is_block(path: Path) -> bool:
+    return path.is_file() and re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name) is not None
+
+
+def _specification(group: CacheGroup, page: int, *, latent: bool, indexed: bool, heads: int) -> Any:
     """Return a specification with 8 bytes per token and head, or per state, in pages of so many bytes."""
     if group.is_recurrent:
         return MambaSpec(
@@ -365,7 +401,9 @@ def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int
             mamba_cache_mode="align",
         )
     cells = {"block_size": group.block_size, "num_kv_heads": heads, "dtype": torch.int64, "page_size_padded": page}
-    if group.window is None and precisions:  # latents, and an indexer's keys beside them
+    if group.window is None and latent and not indexed:
+        return MLAAttentionSpec(**cells, head_size=1)
+    if group.window is None and latent:  # and an indexer's keys beside them
         kinds = [
             {"head_size": 1},
             {"head_size": CELL.itemsize, "dtype": torch.uint8, "page_size_padded": page + CELL.itemsize},
@@ -379,5 +417,5 @@ def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int
         return kv_cache_interface.CircularBufferSpec(**cells)
     if group.is_local:
         return ChunkedLocalAttentionSpec(attention_chunk_size=group.window, **cells)
-    kind = kv_cache_interface.SlidingWindowMLASpec if precisions else SlidingWindowSpec
+    kind = kv_cache_interface.SlidingWindowMLASpec if latent else SlidingWindowSpec
     return kind(sliding_window=group.window, **cells)

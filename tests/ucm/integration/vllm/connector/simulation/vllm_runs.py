@@ -62,23 +62,41 @@ def serve(
             # This release cannot recompute what fails to load into such a model, so nothing may be loaded.
             expected -= {"loads", failing}
             assert not happened["loads"]
-        with engine._patched:  # a failure here must not leak its patches into the next test
-            left = REQUESTS
-            while left:
-                while left and chance.random() < 0.4:
-                    engine.submit(list(chance.choice(prompts)), chance.choice(lengths))
-                    left -= 1
-                engine.turn()
-            engine.drain()
-            known.update(engine.known)
-            engine.known = known
-            happened["stored"] = check_stored(engine)
-            assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == setting.blocks - 1
-            engine.close()
-        happened += engine.happened
+        happened += play(engine, prompts, lengths, known)
+        happened["stored"] = engine.happened["stored"]
         if start >= STARTS and all(happened[what] for what in expected):
             return happened
     raise AssertionError(f"{expected - set(+happened)} did not happen")
+
+
+def play(
+    engine: VllmEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int], known: dict[bytes, tuple[int, ...]]
+) -> Counter[str]:
+    """Serve some of the prompts with one engine, and end it; check as `serve` does.
+
+    Args:
+        engine: A new engine.
+        prompts: The possible prompts.
+        lengths: The possible numbers of generated tokens.
+        known: The tokens up to the end of each block, by its key; those of this engine are added.
+
+    Returns:
+        The number of events of each kind; ``stored``: of blocks in the store.
+    """
+    chance, left = engine.chance, REQUESTS
+    with engine._patched:  # a failure here must not leak its patches into the next test
+        while left:
+            while left and chance.random() < 0.4:
+                engine.submit(list(chance.choice(prompts)), chance.choice(lengths))
+                left -= 1
+            engine.turn()
+        engine.drain()
+        known.update(engine.known)
+        engine.known = known
+        engine.happened["stored"] = check_stored(engine)
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == engine.setting.blocks - 1
+        engine.close()
+    return engine.happened
 
 
 def check_stored(engine: VllmEngine) -> int:
@@ -88,8 +106,8 @@ def check_stored(engine: VllmEngine) -> int:
     setting, ranks = engine.setting, len(engine.memories)
     groups = {group.index: group for group in setting.cache_groups().groups}
     begins = f"kv(?P<part>[0-9]+)of{setting.slices}" if setting.slices else f"tp(?P<part>[0-9]+|all)(of)?{ranks}"
-    count_of_parts = setting.slices or (1 if setting.precisions else ranks)
-    assert len(engine.stores) == count_of_parts * len(groups)
+    shared = [setting.precisions and not group.is_recurrent for group in groups.values()]
+    assert len(engine.stores) == sum(setting.slices or (1 if of_all else ranks) for of_all in shared)
     for tag, store in engine.stores.items():
         found = re.match(begins + "-pp0of1-g(?P<group>[0-9]+)-", tag)
         assert found is not None, tag
