@@ -305,12 +305,15 @@ class BlockTopK(SparseMethod):
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Decide by the lengths which rows are sparse in this step."""
-        self._batch = self.attention.batch(runner, scheduler_output, input_batch)
-        self._outcomes.begin(self._batch.request_ids)
+        self._begin(self.attention.batch(runner, scheduler_output, input_batch))
+
+    def _begin(self, batch: StepBatch) -> None:
+        self._batch = batch
+        self._outcomes.begin(batch.request_ids)
         self._tables, self._completed_ids, self._asked = None, None, False
         self._plan, self._completed = None, ()
         if self._planner is not None:  # the block size is unknown before the first layer with a cache
-            self._take_plan(self._planner, self._batch)
+            self._take_plan(self._planner, batch)
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
@@ -354,6 +357,9 @@ class BlockTopK(SparseMethod):
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Count the step; raise if no layer called the method, because the step was then not restricted."""
         del runner, scheduler_output, model_output
+        self._finish()
+
+    def _finish(self) -> None:
         plan, self._plan, batch, self._batch = self._plan, None, self._batch, None
         self._completed, self._completed_ids = (), None
         if batch is not None and not self._asked:

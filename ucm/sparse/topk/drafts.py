@@ -1,0 +1,166 @@
+"""Sparse drafts, dense verification: the model drafts its own next tokens under a budget, and verifies them densely.
+
+Source: MagicDec (Chen et al., arXiv:2408.11049) and TriForce (Sun et al., COLM 2024, arXiv:2404.11912): with a long
+context, a step of the model under a small budget is a cheap and good draft of what it says densely.
+
+`BlockTopK` restricts the draft steps only. All other steps are dense, and compute again whatever a draft step has
+written: a draft step writes its KV behind the newest verified token, where the step that verifies the drafts writes
+as well. So no KV of a draft step is ever read densely, hashed, shared or saved, and answers are those of dense decoding.
+
+`ucm.integration.vllm.drafter.SparseDrafter` makes the drafts, as vLLM's proposer; this module decides which, and what
+their steps read.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import ref
+
+import numpy as np
+from pydantic import Field
+
+from ucm.clock import SYSTEM
+from ucm.compat import optional
+from ucm.errors import SparseMethodError
+from ucm.sparse.attention import StepBatch
+from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
+from ucm.sparse.topk.payoff import Payoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucm.sparse.base import Role
+    from ucm.sparse.topk.selection import SelectionPlanner
+
+#: vLLM's kind of proposers that are loaded by their class, and ours.
+CUSTOM, DRAFTER = "custom_class", "ucm.integration.vllm.drafter.SparseDrafter"
+HOW = (
+    f'--speculative-config \'{{"method": "{CUSTOM}", "model": "{DRAFTER}", "num_speculative_tokens": 4}}\''
+)
+
+
+class SparseDraftsOptions(BlockTopKOptions):
+    """The options of `BlockTopK`, and when to draft.
+
+    Attributes:
+        drafting: ``measured`` drafts as many tokens as pay, by the measured time of steps and the drafts that were
+            accepted; ``always`` drafts as many as vLLM allows.
+    """
+
+    drafting: Literal["measured", "always"] = Field(default="measured", description="`measured` or `always`")
+
+
+class SparseDrafts(BlockTopK):
+    """Restricts the steps that draft; see the module.
+
+    Attributes:
+        counts: As of `BlockTopK`, of draft steps; and ``drafted`` and ``accepted`` tokens.
+        runner: The model runner, by a weak reference, from its first step on.
+    """
+
+    options_type = SparseDraftsOptions
+    needed_hooks = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER")
+    serves_latent = False
+    serves_hybrids = False
+
+    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+        super().__init__(vllm_config, role, options)
+        self.runner: Callable[[], Any] = lambda: None
+        self._most = int(optional(vllm_config, "speculative_config.num_speculative_tokens") or 0)
+        always = self._options.drafting == "always"
+        self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
+        self._step: StepBatch | None = None  #: the engine's running step
+        self._verified: Mapping[str, int] = {}  #: the drafts that it verifies
+        self._drafting = False
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """Return that all tokens are computed densely."""
+        del options, num_prompt_tokens
+        return sys.maxsize
+
+    def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Do not limit them."""
+        del request, num_computed_tokens
+        return num_new_tokens
+
+    def before_allocation(self, request: Any) -> bool:
+        """Leave all blocks to be shared."""
+        del request
+        return True
+
+    def scheduler_started(self, scheduler: Any) -> None:
+        """Reserve slots for the KV of drafts, as vLLM does for draft models."""
+        scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
+
+    def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
+        """Note what the step verifies."""
+        if self.runner() is None:
+            self.runner = ref(runner)
+        super().execute_begin(runner, scheduler_output, input_batch)
+        self._step = batch = self._batch
+        self._verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
+        if self._payoff is not None and batch is not None:
+            decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
+            self._payoff.begin(batch.request_ids, self._verified, decodes=bool(decodes.all()))
+
+    def drafts(self, sampled: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> dict[int, int]:
+        """Return how many drafts to make for which rows of the step that has just run.
+
+        Args:
+            sampled: The tokens that each row has generated.
+            num_tokens: The tokens that it has, these included.
+        """
+        step, planner, chosen = self._step, self._planner, {}
+        if step is None or planner is None:
+            return {}
+        for row, new in enumerate(sampled):
+            request_id = step.request_ids[row]
+            verified = self._verified.get(request_id, 0)
+            if verified and new:
+                self.counts["drafted"] += verified
+                self.counts["accepted"] += len(new) - 1
+                if self._payoff is not None:
+                    self._payoff.judged(request_id, verified, len(new) - 1)
+            if new and request_id not in self._dense and num_tokens[row] > planner.thresholds(request_id)[1]:
+                chosen[request_id] = row
+        if self._payoff is None:
+            return dict.fromkeys(chosen.values(), self._most)
+        return {chosen[name]: number for name, number in self._payoff.choose(list(chosen)).items()}
+
+    def made(self, drafts: int, seconds: float) -> None:
+        """Drafts were made after a step."""
+        if self._payoff is not None:
+            self._payoff.made(drafts, seconds)
+
+    @contextmanager
+    def drafting(self, rows: Sequence[int], computed: Any) -> Iterator[None]:
+        """The model runs within this context to draft one token of each of some rows."""
+        step = self._step
+        assert step is not None
+        count = len(rows)
+        batch = StepBatch(
+            [step.request_ids[row] for row in rows],
+            np.ones(count, np.int64),
+            computed,
+            step.num_prompt_tokens[list(rows)],
+            np.zeros(count, np.bool_),
+        )
+        self._drafting = True
+        try:
+            self._begin(batch)
+            yield
+            self._finish()
+        finally:
+            self._drafting = False
+
+    def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
+        if self._drafting:
+            self._plan = planner.plan(batch, self._dense.keys())
+            return
+        for request_id, asked in batch.asked.items():
+            self._steer(planner, request_id, asked)
+        planner.set_back(batch)
+        self._completed = planner.completed(batch, self._dense.keys())
