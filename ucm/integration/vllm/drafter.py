@@ -1,73 +1,167 @@
-"""prototype"""
+"""The proposer of `ucm.sparse.topk.drafts`: it drafts with the target's own weights, KV cache and block tables.
+
+vLLM loads it by its name (``"method": "custom_class"``) and asks it for drafts after each step of the V1 runner. Each
+draft is one forward of one token per request behind the request's newest token, as vLLM's own draft models run theirs.
+"""
+
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-import time, os, atexit
+
+from ucm.clock import SYSTEM
+from ucm.compat import draft_metadata
+from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.hooks import worker_method
-T = {"draft": 0.0, "n": 0, "tokens": 0, "steps": 0, "accepted": 0, "drafted": 0, "fwd": 0.0, "meta": 0.0, "logits": 0.0}
+from ucm.integration.vllm.sparse.config import KEY, sparse_method_config
+from ucm.sparse.factory import method_class
+from ucm.sparse.topk.drafts import SparseDrafts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 
 class SparseDrafter:
-    def __init__(self, vllm_config):
+    """Drafts with the target model under `SparseDrafts`.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+
+    Raises:
+        ConfigError: If the method is not configured: the drafts would be dense, and only cost time.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
-        self._k = int(vllm_config.speculative_config.num_speculative_tokens)
+        with refusals_logged("UCM.Sparse"):
+            configured = sparse_method_config(vllm_config)
+            if configured is None or not issubclass(method_class(configured[0]), SparseDrafts):
+                raise ConfigError(
+                    f"{type(self).__name__} drafts under the method SparseDrafts, and "
+                    + (f"{configured[0]} is configured" if configured else "no method is configured"),
+                    where=f"speculative_config.model, {KEY}",
+                    fix=f'configure {{"{KEY}": {{"SparseDrafts": {{}}}}}}, or start vLLM without this proposer',
+                )
 
-    def load_model(self, *_, **__):
-        pass
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Load nothing: the target drafts itself."""
 
-    def propose(self, sampled, num_tokens, token_ids, **_):
-        import torch
-        from vllm.forward_context import set_forward_context
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-        t0 = time.perf_counter()
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        **_: Any,
+    ) -> list[list[int]]:
+        """Return drafts for each row of the step that has just run.
+
+        Args:
+            sampled_token_ids: The tokens that each row has generated; none while its prompt is computed.
+            num_tokens_no_spec: ``[max_num_reqs]``: the tokens of each row, these included.
+            token_ids_cpu: ``[max_num_reqs, max_model_len]``: these tokens.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         method = worker_method(self._config)
-        runner = method.runner()
-        drafts = [[] for _ in sampled]
-        want = method.drafts(sampled, num_tokens); rows = list(want); depth = max(want.values(), default=0)
-        for r in rows:
-            T["steps"] += 1; T["tokens"] += len(sampled[r])
-        if not rows:
+        if not isinstance(method, SparseDrafts):  # memory profiling
             return drafts
-        tables = runner.input_batch.block_table
-        groups = runner.kv_cache_config.kv_cache_groups
-        n = len(rows)
-        device = runner.device
-        starts = torch.arange(n + 1, dtype=torch.int32)
-        own = torch.tensor(rows, device=device)
-        lens = np.array([int(num_tokens[r]) for r in rows], np.int64)
-        ids = torch.from_numpy(token_ids[rows, lens - 1].astype(np.int32)).to(device)
-        blocks = [tables[g].block_table.gpu[own] for g in range(len(groups))]
-        found = []
-        for i in range(depth):
-            t1 = time.perf_counter()
-            computed = lens - 1 + i
-            positions = torch.from_numpy(computed).to(device)
-            seq_lens = torch.from_numpy((computed + 1).astype(np.int32))
-            per_layer, slots_by_layer = {}, {}
-            for g, group in enumerate(groups):
-                size = tables[g].block_size
-                slots = blocks[g].gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
-                common = CommonAttentionMetadata(
-                    query_start_loc=starts.to(device), query_start_loc_cpu=starts, seq_lens=seq_lens.to(device),
-                    num_reqs=n, num_actual_tokens=n, max_query_len=1, max_seq_len=int(computed.max()) + 1,
-                    block_table_tensor=blocks[g], slot_mapping=slots, causal=True, positions=positions,
-                    seq_lens_cpu_upper_bound=seq_lens, is_prefilling=torch.zeros(n, dtype=torch.bool))
-                for one in runner.attn_groups[g]:
-                    built = one.get_metadata_builder().build_for_drafting(common, i)
-                    for name in one.layer_names:
-                        per_layer[name] = built
-                        slots_by_layer[name] = slots
-            t2 = time.perf_counter()
-            with method.drafting(rows, computed):
-                with set_forward_context(per_layer, self._config, num_tokens=n, slot_mapping=slots_by_layer):
-                    hidden = runner.model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
-                t3 = time.perf_counter()
-                ids = runner.model.compute_logits(hidden).argmax(-1).int()
-            t4 = time.perf_counter()
-            T["meta"] += t2 - t1; T["fwd"] += t3 - t2; T["logits"] += t4 - t3
-            found.append(ids)
-        out = torch.stack(found, 1).tolist()
-        for r, d in zip(rows, out):
-            drafts[r] = d[:want[r]]
-        method.made(sum(want.values()), time.perf_counter() - t0)
-        T["draft"] += time.perf_counter() - t0; T["n"] += 1
+        numbers = method.drafts(sampled_token_ids, num_tokens_no_spec)
+        if not numbers:
+            return drafts
+        began = SYSTEM.monotonic()
+        forward = DraftForward(self._config, method)
+        # Those with most drafts come first, so that each step runs those that are left.
+        rows = np.array(sorted(numbers, key=lambda row: -numbers[row]), np.int64)
+        lens = num_tokens_no_spec[rows].astype(np.int64)
+        newest = forward.tokens(token_ids_cpu[rows, lens - 1])
+        for number in range(max(numbers.values())):
+            left = sum(of > number for of in numbers.values())
+            newest = forward.run(rows[:left], lens[:left] - 1 + number, newest[:left], number)
+            for row, token in zip(rows.tolist(), newest.tolist(), strict=False):
+                drafts[row].append(token)
+        method.made(sum(numbers.values()), SYSTEM.monotonic() - began)
         return drafts
+
+
+class DraftForward:
+    """Runs the target on one token of each of some rows.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        method: The worker's method.
+    """
+
+    def __init__(self, vllm_config: Any, method: SparseDrafts) -> None:
+        self._config, self._method = vllm_config, method
+        self._runner = method.runner()
+
+    def tokens(self, token_ids: NDArray[np.int32]) -> Any:
+        """Return tokens on the device, int32."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        return torch.from_numpy(token_ids.astype(np.int32)).to(self._runner.device)
+
+    def run(self, rows: NDArray[np.int64], positions: NDArray[np.int64], tokens: Any, number: int) -> Any:
+        """Compute tokens, write their KV, and return the most probable next ones.
+
+        Args:
+            rows: ``[n]``: the rows of the runner's batch.
+            positions: ``[n]``: the positions of the tokens, behind which nothing is read.
+            tokens: ``[n]``, int32, on the device.
+            number: How many drafts these rows have.
+
+        Returns:
+            ``[n]``, int32, on the device.
+        """
+        from vllm.forward_context import set_forward_context  # noqa: PLC0415 - vLLM imports this module
+
+        runner = self._runner
+        metadata, slots, at = self._metadata(rows, positions, number)
+        with (
+            self._method.drafting(rows, positions),
+            set_forward_context(metadata, self._config, num_tokens=len(rows), slot_mapping=slots),
+        ):
+            hidden = runner.model(input_ids=tokens, positions=at, intermediate_tensors=None, inputs_embeds=None)
+        return runner.model.compute_logits(hidden).argmax(-1).int()
+
+    def _metadata(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64], number: int
+    ) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        """Return the attention's metadata and the slots by layer, and the positions on the device."""
+        import torch  # noqa: PLC0415 - as in `tokens`
+        from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: PLC0415 - as in `run`
+
+        runner, count = self._runner, len(rows)
+        device = runner.device
+        index, at = torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        lens = torch.from_numpy((positions + 1).astype(np.int32))
+        metadata: dict[str, Any] = {}
+        slots: dict[str, Any] = {}
+        for group, attention in enumerate(runner.attn_groups):
+            table = runner.input_batch.block_table[group]
+            blocks = table.get_device_tensor(runner.input_batch.num_reqs)[index]
+            block = blocks.gather(1, (at // table.block_size)[:, None])[:, 0].long()
+            slot = block * table.block_size + at % table.block_size
+            common = CommonAttentionMetadata(
+                query_start_loc=starts.to(device),
+                query_start_loc_cpu=starts,
+                seq_lens=lens.to(device),
+                seq_lens_cpu_upper_bound=lens,
+                num_reqs=count,
+                num_actual_tokens=count,
+                max_query_len=1,
+                max_seq_len=int(lens.max()),
+                block_table_tensor=blocks,
+                slot_mapping=slot,
+                positions=at,
+                is_prefilling=torch.zeros(count, dtype=torch.bool),
+            )
+            for of in attention:
+                built = draft_metadata(of, common, number)
+                metadata |= dict.fromkeys(of.layer_names, built)
+                slots |= dict.fromkeys(of.layer_names, slot)
+        return metadata, slots, at

@@ -4,8 +4,8 @@ Source: MagicDec (Chen et al., arXiv:2408.11049) and TriForce (Sun et al., COLM 
 context, a step of the model under a small budget is a cheap and good draft of what it says densely.
 
 `BlockTopK` restricts the draft steps only. All other steps are dense, and compute again whatever a draft step has
-written: a draft step writes its KV behind the newest verified token, where the step that verifies the drafts writes
-as well. So no KV of a draft step is ever read densely, hashed, shared or saved, and answers are those of dense decoding.
+written: that lies behind the tokens whose KV was computed densely, where the next step writes before it reads. So no KV
+of a draft step is read densely, hashed, shared or saved, and answers are those of dense decoding.
 
 `ucm.integration.vllm.drafter.SparseDrafter` makes the drafts, as vLLM's proposer; this module decides which, and what
 their steps read.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import numpy as np
@@ -25,20 +25,32 @@ from ucm.clock import SYSTEM
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
 from ucm.sparse.attention import StepBatch
+from ucm.sparse.options import parse_options
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from ucm.sparse.base import Role
     from ucm.sparse.topk.selection import SelectionPlanner
 
 #: vLLM's kind of proposers that are loaded by their class, and ours.
 CUSTOM, DRAFTER = "custom_class", "ucm.integration.vllm.drafter.SparseDrafter"
-HOW = (
-    f'--speculative-config \'{{"method": "{CUSTOM}", "model": "{DRAFTER}", "num_speculative_tokens": 4}}\''
-)
+HOW = f'--speculative-config \'{{"method": "{CUSTOM}", "model": "{DRAFTER}", "num_speculative_tokens": 4}}\''
+WITHOUT = "start vLLM without it, or without ucm_sparse_config and --speculative-config"
+#: What a draft step would have to prepare beside its tokens, or to agree on with other ranks, and where it is set.
+UNSERVED = {
+    "several ranks": "parallel_config.world_size",
+    "data parallelism": "parallel_config.data_parallel_size",
+    "a rebalancing of experts": "parallel_config.enable_eplb",
+    "LoRA adapters": "lora_config",
+    "models with other inputs than text": "model_config.is_multimodal_model",
+    "positions of several dimensions": "model_config.uses_mrope",
+    "prompts of embeddings": "model_config.enable_prompt_embeds",
+}
 
 
 class SparseDraftsOptions(BlockTopKOptions):
@@ -69,7 +81,7 @@ class SparseDrafts(BlockTopK):
         super().__init__(vllm_config, role, options)
         self.runner: Callable[[], Any] = lambda: None
         self._most = int(optional(vllm_config, "speculative_config.num_speculative_tokens") or 0)
-        always = self._options.drafting == "always"
+        always = parse_options(self.options_type, self._name, options).drafting == "always"
         self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
         self._step: StepBatch | None = None  #: the engine's running step
         self._verified: Mapping[str, int] = {}  #: the drafts that it verifies
@@ -91,6 +103,23 @@ class SparseDrafts(BlockTopK):
         del request
         return True
 
+    def worker_started(self) -> None:
+        """Refuse an engine that does not draft with `DRAFTER`, or whose forwards need more than a token per request."""
+        speculative = optional(self.vllm_config, "speculative_config")
+        if optional(speculative, "method") != CUSTOM or optional(speculative, "model") != DRAFTER:
+            raise SparseMethodError(
+                "SparseDrafts restricts the drafts of its own proposer only",
+                where=f"speculative_config: {optional(speculative, 'method')!r}, {optional(speculative, 'model')!r}",
+                fix=f"start vLLM with {HOW}, or without ucm_sparse_config",
+            )
+        for what, where in UNSERVED.items():
+            found = optional(self.vllm_config, where)
+            if found is True or (found and found != 1):
+                raise SparseMethodError(
+                    f"SparseDrafts does not serve {what}", where=f"{where} = {found!r}"[:200], fix=WITHOUT
+                )
+        super().worker_started()
+
     def scheduler_started(self, scheduler: Any) -> None:
         """Reserve slots for the KV of drafts, as vLLM does for draft models."""
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
@@ -106,16 +135,17 @@ class SparseDrafts(BlockTopK):
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
             self._payoff.begin(batch.request_ids, self._verified, decodes=bool(decodes.all()))
 
-    def drafts(self, sampled: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> dict[int, int]:
+    def drafts(self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.int32]) -> dict[int, int]:
         """Return how many drafts to make for which rows of the step that has just run.
 
         Args:
             sampled: The tokens that each row has generated.
             num_tokens: The tokens that it has, these included.
         """
-        step, planner, chosen = self._step, self._planner, {}
+        step, planner = self._step, self._planner
         if step is None or planner is None:
             return {}
+        chosen: dict[str, int] = {}
         for row, new in enumerate(sampled):
             request_id = step.request_ids[row]
             verified = self._verified.get(request_id, 0)
@@ -136,16 +166,22 @@ class SparseDrafts(BlockTopK):
             self._payoff.made(drafts, seconds)
 
     @contextmanager
-    def drafting(self, rows: Sequence[int], computed: Any) -> Iterator[None]:
-        """The model runs within this context to draft one token of each of some rows."""
+    def drafting(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[None]:
+        """The model runs within this context to draft one token of each of some rows.
+
+        Args:
+            rows: ``[n]``: rows of the step that has just run.
+            positions: ``[n]``: the positions of the tokens that it computes.
+        """
         step = self._step
-        assert step is not None
+        if step is None:
+            raise RuntimeError("drafts are made after a step")
         count = len(rows)
         batch = StepBatch(
-            [step.request_ids[row] for row in rows],
+            [step.request_ids[row] for row in rows.tolist()],
             np.ones(count, np.int64),
-            computed,
-            step.num_prompt_tokens[list(rows)],
+            positions,
+            step.num_prompt_tokens[rows],
             np.zeros(count, np.bool_),
         )
         self._drafting = True

@@ -110,7 +110,7 @@ class BlockTopK(SparseMethod):
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
-    needed_hooks = NEEDED
+    needed_hooks: ClassVar[tuple[str, ...]] = NEEDED
     serves_latent = True
     serves_drafts = True
     serves_hybrids = True

@@ -181,28 +181,35 @@ class Payoff:
         costs = self._of(step)
         if costs.plain.samples < FIRST:
             return {}
-        found = {}
-        if costs.known:
-            for request_id in request_ids:
-                chance = self._chances.get(request_id, Chance()).value(self._all)
-                number = costs.best(chance, self._most, 1.0 if request_id in self._on else WORTHWHILE)
-                if number:
-                    found[request_id] = number
-            self._on = self._on.difference(request_ids).union(found)
+        found = self._gaining(request_ids, costs) if costs.known else {}
         if self._trial or self._owed <= 0:
-            untried = [request_id for request_id in request_ids if request_id not in found]
-            if untried:
-                if not self._trial:
-                    self._trial, self._owed = TRIAL, REST * costs.plain.value
-                self._trial -= 1
-                step.trial = True
-                found |= dict.fromkeys(untried, min(FEW, self._most))
-        if found:
-            costs.since += 1
-            if costs.since > AGAIN:
-                costs.since = 0
-                return {}
+            found |= self._tried([name for name in request_ids if name not in found], step, costs)
+        costs.since += bool(found)
+        if costs.since > AGAIN:
+            costs.since = 0
+            return {}
         return found
+
+    def _gaining(self, request_ids: Sequence[str], costs: Costs) -> dict[str, int]:
+        """Return the best numbers of drafts by what is known."""
+        found = {}
+        for request_id in request_ids:
+            chance = self._chances.get(request_id, Chance()).value(self._all)
+            number = costs.best(chance, self._most, 1.0 if request_id in self._on else WORTHWHILE)
+            if number:
+                found[request_id] = number
+        self._on = self._on.difference(request_ids).union(found)
+        return found
+
+    def _tried(self, request_ids: Sequence[str], step: Step, costs: Costs) -> dict[str, int]:
+        """Return drafts for requests that should have none by what is known."""
+        if not request_ids:
+            return {}
+        if not self._trial:
+            self._trial, self._owed = TRIAL, REST * costs.plain.value
+        self._trial -= 1
+        step.trial = True
+        return dict.fromkeys(request_ids, min(FEW, self._most))
 
     def made(self, drafts: int, seconds: float) -> None:
         """Drafts of the running step's requests were made."""

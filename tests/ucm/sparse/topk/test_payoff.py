@@ -73,7 +73,9 @@ def best_gain(engine: Engine, chance: float) -> float:
 @pytest.mark.parametrize("verify", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("make", [0.1, 0.3, 0.6])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9, 1.0])
-def test_it_is_nearly_as_good_as_the_best_number_and_hardly_slower_than_none(chance: float, make: float, verify: float) -> None:
+def test_it_is_nearly_as_good_as_the_best_number_and_hardly_slower_than_none(
+    chance: float, make: float, verify: float
+) -> None:
     engine = Engine(1.0, verify, make, {"a": chance})
     engine.run(3000)
     assert engine.gain() > max(0.97, 0.93 * best_gain(engine, chance))
