@@ -80,6 +80,7 @@ class SparseDrafts(BlockTopK):
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
         self.runner: Callable[[], Any] = lambda: None
+        self._longest = int(optional(vllm_config, "model_config.max_model_len") or sys.maxsize)
         self._most = int(optional(vllm_config, "speculative_config.num_speculative_tokens") or 0)
         always = parse_options(self.options_type, self._name, options).drafting == "always"
         self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
@@ -128,6 +129,9 @@ class SparseDrafts(BlockTopK):
         """Note what the step verifies."""
         if self.runner() is None:
             self.runner = ref(runner)
+            # Near the longest context vLLM replaces the drafts of all requests by zeros, which fails on a CPU; `drafts`
+            # stops those of a request at its own end.
+            runner.effective_drafter_max_model_len = sys.maxsize
         super().execute_begin(runner, scheduler_output, input_batch)
         self._step = batch = self._batch
         self._verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
@@ -154,11 +158,16 @@ class SparseDrafts(BlockTopK):
                 self.counts["accepted"] += len(new) - 1
                 if self._payoff is not None:
                     self._payoff.judged(request_id, verified, len(new) - 1)
-            if new and request_id not in self._dense and num_tokens[row] > planner.thresholds(request_id)[1]:
+            long = planner.thresholds(request_id)[1] < num_tokens[row] < self._longest
+            if new and long and request_id not in self._dense:
                 chosen[request_id] = row
         if self._payoff is None:
-            return dict.fromkeys(chosen.values(), self._most)
-        return {chosen[name]: number for name, number in self._payoff.choose(list(chosen)).items()}
+            numbers = dict.fromkeys(chosen, self._most)
+        else:
+            numbers = self._payoff.choose(list(chosen))
+        return {
+            chosen[name]: min(number, self._longest - int(num_tokens[chosen[name]])) for name, number in numbers.items()
+        }
 
     def made(self, drafts: int, seconds: float) -> None:
         """Drafts were made after a step."""

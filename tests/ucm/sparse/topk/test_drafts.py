@@ -79,7 +79,7 @@ def config(**changes: Any) -> Any:
         "cache_config": SimpleNamespace(block_size=SIZE, enable_prefix_caching=False),
         "parallel_config": SimpleNamespace(rank=0, world_size=1, data_parallel_size=1),
         "speculative_config": SimpleNamespace(method=CUSTOM, model=DRAFTER, num_speculative_tokens=3),
-        "model_config": SimpleNamespace(is_multimodal_model=False),
+        "model_config": SimpleNamespace(max_model_len=40),
         "lora_config": None,
     }
     return SimpleNamespace(**{**known, **changes})
@@ -132,6 +132,12 @@ def test_who_is_drafted() -> None:
     batch = step(("prompt", 0, 20, 40), ("fits", 15, 1, 8), ("no", 29, 1, 8), ("a", 29, 1, 8), no=False)
     worker.step(batch, rows)
     assert worker.chosen([[], [5], [5], [5]], 40, 16, 31, 31) == {3: 3}
+
+
+def test_drafts_end_where_a_context_does() -> None:
+    worker = Worker()
+    worker.step(step(("a", 29, 1, 8), ("b", 36, 1, 8), ("c", 38, 1, 8)), [ROW, ROW, ROW])
+    assert worker.chosen([[5], [5], [5]], 31, 38, 40) == {0: 3, 1: 2}
 
 
 def test_what_was_accepted_is_counted() -> None:
