@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
@@ -28,14 +29,16 @@ from ucm.sparse.attention import StepBatch
 from ucm.sparse.options import parse_options
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
+from ucm.sparse.topk.selection import StepOnDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from ucm.sparse.base import Role
-    from ucm.sparse.topk.selection import SelectionPlanner
+    from ucm.sparse.topk.selection import RestrictedTables, SelectionPlan, SelectionPlanner
 
 #: vLLM's kind of proposers that are loaded by their class, and ours.
 CUSTOM, DRAFTER = "custom_class", "ucm.integration.vllm.drafter.SparseDrafter"
@@ -64,6 +67,29 @@ class SparseDraftsOptions(BlockTopKOptions):
     drafting: Literal["measured", "always"] = Field(default="measured", description="`measured` or `always`")
 
 
+@dataclass(eq=False)
+class Chosen:
+    """The blocks that the first drafts after a step read; those behind them read the same ones.
+
+    Attributes:
+        plan: What these drafts read.
+        tables: As `BlockTopK` keeps them within a step.
+        by_layer: The block table of each restricted layer.
+        lens: ``[n]``, int32: the tokens that the running draft step reads of each row.
+    """
+
+    plan: SelectionPlan
+    tables: RestrictedTables | StepOnDevice
+    by_layer: dict[str, Tensor]
+    lens: Tensor
+
+    def serves(self, plan: SelectionPlan) -> bool:
+        """Return whether further drafts may read the same blocks: of the same rows, up to the same newest blocks."""
+        first = self.plan
+        whole = first.top_p is None and first.all_rows and plan.all_rows and first.request_ids == plan.request_ids
+        return whole and np.array_equal(first.blocks, plan.blocks)
+
+
 class SparseDrafts(BlockTopK):
     """Restricts the steps that draft; see the module.
 
@@ -87,6 +113,7 @@ class SparseDrafts(BlockTopK):
         self._step: StepBatch | None = None  #: the engine's running step
         self._verified: Mapping[str, int] = {}  #: the drafts that it verifies
         self._drafting = False
+        self._chosen: Chosen | None = None  #: by the first drafts after the running step
 
     @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
@@ -146,7 +173,7 @@ class SparseDrafts(BlockTopK):
             sampled: The tokens that each row has generated.
             num_tokens: The tokens that it has, these included.
         """
-        step, planner = self._step, self._planner
+        step, planner, self._chosen = self._step, self._planner, None
         if step is None or planner is None:
             return {}
         chosen: dict[str, int] = {}
@@ -161,10 +188,7 @@ class SparseDrafts(BlockTopK):
             long = planner.thresholds(request_id)[1] < num_tokens[row] < self._longest
             if new and long and request_id not in self._dense:
                 chosen[request_id] = row
-        if self._payoff is None:
-            numbers = dict.fromkeys(chosen, self._most)
-        else:
-            numbers = self._payoff.choose(list(chosen))
+        numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
         return {
             chosen[name]: min(number, self._longest - int(num_tokens[chosen[name]])) for name, number in numbers.items()
         }
@@ -203,9 +227,27 @@ class SparseDrafts(BlockTopK):
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         if self._drafting:
-            self._plan = planner.plan(batch, self._dense.keys())
+            self._plan = plan = planner.plan(batch, self._dense.keys())
+            first = self._chosen
+            if plan is None or first is None or not first.serves(plan):
+                self._chosen = None
+            else:
+                first.lens = first.tables.seq_lens + int(plan.seq_lens[0] - first.plan.seq_lens[0])
             return
         for request_id, asked in batch.asked.items():
             self._steer(planner, request_id, asked)
         planner.set_back(batch)
         self._completed = planner.completed(batch, self._dense.keys())
+
+    def _choose(self, plan: SelectionPlan, layer_name: str, *of_layer: Any) -> tuple[Tensor, Tensor]:
+        """Choose for the first drafts after a step; choosing for each one takes more time than it gains acceptance."""
+        first = self._chosen
+        if first is not None and layer_name in first.by_layer:
+            self._tables = of_layer[-1], first.tables
+            return first.by_layer[layer_name], first.lens
+        table, lens = super()._choose(plan, layer_name, *of_layer)
+        if first is None and self._tables is not None:
+            self._chosen = first = Chosen(plan, self._tables[1], {}, lens)
+        if first is not None:  # kernels write the next layer's table into the same memory
+            first.by_layer[layer_name] = table.clone() if isinstance(first.tables, StepOnDevice) else table
+        return table, lens

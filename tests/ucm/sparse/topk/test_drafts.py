@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -98,6 +99,24 @@ def test_a_step_is_dense_and_a_draft_step_reads_its_budget() -> None:
         assert read[0] == ROW[0]
         assert read[-1] == ROW[place // SIZE]
     assert worker.method.counts["rows"] == 3
+
+
+def test_drafts_read_what_the_first_one_chose_until_a_block_begins() -> None:
+    worker = Worker()
+    worker.step(step(("a", 0, 29, 29)), [ROW])
+    (made,) = worker.method._representatives.values()
+    scored = patch.object(made, "shares", wraps=made.shares).start()
+    worker.step(step(("a", 28, 1, 28)), [ROW])
+    assert worker.chosen([[5]], 30) == {0: 3}
+    found = [worker.draft([ROW], {0: place}) for place in (29, 30, 31)]
+    assert len({str(of.block_table.tolist()) for of in found}) == 1
+    assert [of.seq_lens.tolist() for of in found] == [[14], [15], [16]]
+    assert scored.call_count == 1
+    last = worker.draft([ROW], {0: 32})
+    assert last.block_table[0, -1] == ROW[8]
+    assert last.seq_lens.tolist() == [13]
+    assert scored.call_count == 2
+    assert worker.method.counts["rows"] == 4
 
 
 def test_drafts_of_some_rows_of_a_step() -> None:
