@@ -149,7 +149,15 @@ class SparseDrafts(BlockTopK):
         super().worker_started()
 
     def scheduler_started(self, scheduler: Any) -> None:
-        """Reserve slots for the KV of drafts, as vLLM does for draft models."""
+        """Reserve slots for the KV of drafts, as vLLM does for draft models; refuse a connector that may save it."""
+        connector = optional(scheduler, "connector")
+        if connector is not None and not type(connector).__module__.startswith("ucm."):
+            raise SparseMethodError(
+                "a KV connector is called for each layer of each draft step, and another one than UCM's may save the KV "
+                "of drafts",
+                where=f"kv_transfer_config: {type(connector).__name__}",
+                fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
+            )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
@@ -224,6 +232,10 @@ class SparseDrafts(BlockTopK):
             self._finish()
         finally:
             self._drafting = False
+
+    def summary(self) -> str:
+        """Return the counters so far, in one line."""
+        return f"{super().summary()}; {self.counts['accepted']} of {self.counts['drafted']} drafts accepted"
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         if self._drafting:

@@ -163,7 +163,7 @@ def test_what_was_accepted_is_counted() -> None:
     worker = Worker()
     worker.step(step(("a", 30, 4, 30), ("b", 30, 4, 30), ("c", 30, 1, 30)), [ROW, ROW, ROW], a=3, b=3)
     worker.chosen([[5, 6, 7], [5], [5]], 33, 31, 31)
-    assert (worker.method.counts["drafted"], worker.method.counts["accepted"]) == (6, 2)
+    assert worker.method.summary().endswith("; 2 of 6 drafts accepted")
 
 
 def test_by_default_drafts_wait_until_steps_were_measured() -> None:
@@ -187,6 +187,12 @@ def test_slots_are_reserved_for_drafts() -> None:
     scheduler = SimpleNamespace(num_lookahead_tokens=0)
     SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
     assert scheduler.num_lookahead_tokens == 3
+
+
+def test_a_connector_that_may_save_drafts_is_refused() -> None:
+    scheduler = SimpleNamespace(num_lookahead_tokens=0, connector=SimpleNamespace())
+    with pytest.raises(SparseMethodError, match="may save the KV of drafts"):
+        SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
 
 
 @pytest.mark.parametrize(
