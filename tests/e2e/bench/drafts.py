@@ -153,7 +153,7 @@ def _run(
     *,
     skips_prompts: bool,
 ) -> list[Measured]:
-    longest = length + sparse_model.ROOM
+    longest = length + 2 * ANSWER
     blocks = prompts * -(-longest // engine["block_size"]) + 64
     options = {"min_context": 0, "dense_layers": 0 if skips_prompts else 2, "drafting": "always"}
     settings = {

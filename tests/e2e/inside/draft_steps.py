@@ -99,11 +99,12 @@ class Steps:
 
         attend = CPUAttentionBackendImpl.forward
 
-        def forward(impl: Any, layer: Any, *tensors: Any, **more: Any) -> Any:
-            *_, metadata, output = tensors[:6]
+        def forward(
+            impl: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, **more: Any
+        ) -> Any:
             if metadata is not None and metadata.max_query_len > 32:
                 return output.zero_()
-            return attend(impl, layer, *tensors, **more)
+            return attend(impl, layer, query, key, value, cache, metadata, output, **more)
 
         CPUAttentionBackendImpl.forward = forward
 
@@ -113,7 +114,7 @@ def measured(steps: Steps, requests: list[dict[str, Any]]) -> list[dict[str, Any
 
     Args:
         steps: The engine's parts.
-        requests: Each with a ``prompt``, a ``count`` of tokens, what is ``asked`` of the method, and ``drafts`` per step.
+        requests: Each has a ``prompt``, a ``count`` of tokens, what is ``asked`` of the method, and ``drafts``.
     """
     found = []
     for number, request in enumerate(requests):

@@ -153,8 +153,8 @@ class SparseDrafts(BlockTopK):
         connector = optional(scheduler, "connector")
         if connector is not None and not type(connector).__module__.startswith("ucm."):
             raise SparseMethodError(
-                "a KV connector is called for each layer of each draft step, and another one than UCM's may save the KV "
-                "of drafts",
+                "a KV connector is told of the layers of draft steps, too, and another one than UCM's may save the KV of "
+                "drafts",
                 where=f"kv_transfer_config: {type(connector).__name__}",
                 fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
             )

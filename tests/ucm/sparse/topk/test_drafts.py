@@ -191,7 +191,7 @@ def test_slots_are_reserved_for_drafts() -> None:
 
 def test_a_connector_that_may_save_drafts_is_refused() -> None:
     scheduler = SimpleNamespace(num_lookahead_tokens=0, connector=SimpleNamespace())
-    with pytest.raises(SparseMethodError, match="may save the KV of drafts"):
+    with pytest.raises(SparseMethodError, match="another one than UCM's may save"):
         SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
 
 
