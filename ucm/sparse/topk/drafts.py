@@ -32,7 +32,7 @@ from ucm.sparse.topk.payoff import Payoff
 from ucm.sparse.topk.selection import StepOnDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -153,12 +153,20 @@ class SparseDrafts(BlockTopK):
         connector = optional(scheduler, "connector")
         if connector is not None and not type(connector).__module__.startswith("ucm."):
             raise SparseMethodError(
-                "a KV connector is told of the layers of draft steps, too, and another one than UCM's may save the KV of "
-                "drafts",
+                "a KV connector is told of the layers of draft steps, too, and another one than UCM's may save the KV "
+                "of drafts",
                 where=f"kv_transfer_config: {type(connector).__name__}",
                 fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
             )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
+
+    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Drop the state of ended requests."""
+        ended = list(request_ids)
+        super().requests_finished(runner, ended)
+        if self._payoff is not None:
+            for request_id in ended:
+                self._payoff.forget(request_id)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Note what the step verifies."""

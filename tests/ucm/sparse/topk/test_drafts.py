@@ -172,6 +172,17 @@ def test_by_default_drafts_wait_until_steps_were_measured() -> None:
     assert worker.chosen([[5]], 32) == {}
 
 
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    worker = Worker(drafting="measured")
+    worker.step(step(("a", 30, 4, 30)), [ROW], a=3)
+    worker.chosen([[5, 6]], 32)
+    payoff = worker.method._payoff
+    assert payoff is not None
+    assert payoff._chances.keys() == {"a"}
+    worker.method.requests_finished(worker, ["a"])
+    assert not payoff._chances
+
+
 def test_blocks_are_those_of_dense_engines() -> None:
     named = {"SparseDrafts": OPTIONS}
     assert block_hash_seed(config(additional_config={"ucm_sparse_config": named})) == b""
