@@ -79,7 +79,7 @@ def figures(
     console = Console(width=160)
     console.print(_acceptance(accepted))
     times = [of for length in timed for of in _timed(release, python, length, shares)]
-    chances = {(of.length, of.budget / of.length): of for of in accepted}
+    chances = {(of.length, of.budget / of.length): of for of in accepted if of.budget}
     table = Table("tokens", "share", "drafts", "dense ms", "verify", "a draft", "tokens per step", "gain")
     for of in times:
         dense = next(one.step for one in times if one.length == of.length and not one.budget)
@@ -97,7 +97,7 @@ def figures(
 
 
 def _accepted(release: str, python: Path, length: int, shares: Sequence[float]) -> list[Measured]:
-    """Return what a trained model accepts: all prompts of a context together, by budget."""
+    """Return what a trained model accepts: all prompts of a context together, by budget; and a dense request."""
     model, block = real_model(), 32
     texts = [
         HANDBOOK.read_text(encoding="utf-8"),
@@ -108,7 +108,8 @@ def _accepted(release: str, python: Path, length: int, shares: Sequence[float]) 
     room = length - len(head) - len(tail)
     prompts = [[*head, *body[number * room : (number + 1) * room], *tail] for number in range(PROMPTS)]
     engine = {"model": str(model), "block_size": block, "max_num_batched_tokens": 512, "dtype": "bfloat16"}
-    requests = [
+    dense = {"prompt": prompts[0], "count": ANSWER, "asked": False, "drafts": 0}
+    drafted = [
         {
             "prompt": prompt,
             "count": ANSWER,
@@ -118,10 +119,10 @@ def _accepted(release: str, python: Path, length: int, shares: Sequence[float]) 
         for share in shares
         for prompt in prompts
     ]
-    found = _run(release, engine, length, PROMPTS, requests, skips_prompts=False)
+    found = _run(release, engine, length, PROMPTS, [dense, *drafted], skips_prompts=False)
     return [
-        Measured(length, budget, max(DRAFTS), [step for of in found if of.budget == budget for step in of.steps])
-        for budget in dict.fromkeys(of.budget for of in found)
+        Measured(length, budget, drafts, [step for of in found if of.budget == budget for step in of.steps])
+        for budget, drafts in dict.fromkeys((of.budget, of.drafts) for of in found)
     ]
 
 
@@ -183,9 +184,15 @@ def _run(
 
 
 def _acceptance(accepted: Sequence[Measured]) -> Table:
-    table = Table("tokens", "budget", *(f"{drafts} drafts" for drafts in DRAFTS), title="tokens per verifying step")
+    """Return the tokens of a step by its drafts, and what steps with most of them cost beside dense ones."""
+    counts = [f"{drafts} drafts" for drafts in DRAFTS]
+    table = Table("tokens", "budget", *counts, "dense ms", "verify", "a draft", title="tokens per verifying step")
     for of in accepted:
-        table.add_row(f"{of.length:,}", f"{of.budget:,}", *(f"{of.tokens(drafts):.2f}" for drafts in DRAFTS))
+        if of.budget:
+            dense = next(one.step for one in accepted if one.length == of.length and not one.budget)
+            times = f"{1000 * dense:.1f}", f"{of.step / dense:.2f}", f"{of.making / of.drafts / dense:.2f}"
+            tokens = (f"{of.tokens(drafts):.2f}" for drafts in DRAFTS)
+            table.add_row(f"{of.length:,}", f"{of.budget:,}", *tokens, *times)
     return table
 
 

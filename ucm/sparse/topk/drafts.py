@@ -121,6 +121,11 @@ class SparseDrafts(BlockTopK):
         del options, num_prompt_tokens
         return sys.maxsize
 
+    @classmethod
+    def advice(cls, options: Mapping[str, Any]) -> list[str]:
+        """Return how vLLM must be started."""
+        return [*super().advice(options), f"it drafts only if vLLM is started with {HOW}"]
+
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Do not limit them."""
         del request, num_computed_tokens

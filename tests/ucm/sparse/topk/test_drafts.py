@@ -194,6 +194,13 @@ def test_blocks_are_those_of_dense_engines() -> None:
     assert vars(request) == {"num_prompt_tokens": 30}
 
 
+def test_an_operator_is_told_how_to_start_vllm() -> None:
+    assert SparseDrafts.advice(OPTIONS) == [
+        "it drafts only if vLLM is started with --speculative-config '{"
+        f'"method": "{CUSTOM}", "model": "{DRAFTER}", "num_speculative_tokens": 4}}\''
+    ]
+
+
 def test_slots_are_reserved_for_drafts() -> None:
     scheduler = SimpleNamespace(num_lookahead_tokens=0)
     SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
