@@ -195,10 +195,8 @@ def test_blocks_are_those_of_dense_engines() -> None:
 
 
 def test_an_operator_is_told_how_to_start_vllm() -> None:
-    assert SparseDrafts.advice(OPTIONS) == [
-        "it drafts only if vLLM is started with --speculative-config '{"
-        f'"method": "{CUSTOM}", "model": "{DRAFTER}", "num_speculative_tokens": 4}}\''
-    ]
+    (line,) = SparseDrafts.advice(OPTIONS)
+    assert f'--speculative-config \'{{"method": "{CUSTOM}", "model": "{DRAFTER}",' in line
 
 
 def test_slots_are_reserved_for_drafts() -> None:
