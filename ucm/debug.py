@@ -179,6 +179,12 @@ def describe(
     """
     extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
     settings = load_connector_config(extra)
+    if settings.kv_head_shards and not of_all_ranks:
+        raise UcmError(
+            "this engine stores blocks in slices of KV heads, and only whole blocks can be tried",
+            where=f"kv_head_shards = {settings.kv_head_shards}",
+            fix="leave it out: each slice's store works alike",
+        )
     return settings, describe_engine(Path(model), extra, engine_args, device, of_all_ranks=of_all_ranks)
 
 

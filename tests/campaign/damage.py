@@ -63,7 +63,7 @@ def damage_memory(root: Path, rng: random.Random, ways: Callable[[BlockKey], str
                 files = []
                 for key, number in segment.blocks():
                     files.append(BlockFile(Path(name, f"{key.hex()}-{segment.inode}"), key))
-                    files[-1].path.write_bytes(segment.file_of(number, key))
+                    files[-1].path.write_bytes(segment.file_of(number, key)[0])
                 for file, (key, number) in zip(files, list(segment.blocks()), strict=True):
                     way = ways(key)
                     if way is None:

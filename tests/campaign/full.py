@@ -23,7 +23,10 @@ from ucm.store.memory.segment import directory_of
 from ucm.store.posix.layout import namespaces
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.campaign.processes import Reporter
+    from ucm.store.base import BlockKey
 
 _BLOCKS = 60
 _MIB = 1 << 20
@@ -123,18 +126,19 @@ def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
     corpus = scene.corpus
     with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
 
-        def save(indices: list[int]) -> list[int]:
+        def save(indices: list[int]) -> Mapping[BlockKey, str]:
             result = save_in_calls(store, [corpus.transfer(index) for index in indices], rng)
             figures.committed += len(result.done)
             figures.refused += len(result.failed)
-            # Blocks that only the Dram tier took may be evicted there for later ones.
-            return [index for index in indices if result.done.get(corpus.key(index)) == "posix"]
+            return result.done
 
         order = rng.sample(range(corpus.count), corpus.count)
         committed = []
         while order:
             step = rng.randrange(1, 8)
-            committed += save(order[:step])
+            done = save(order[:step])
+            # Blocks that only the Dram tier took may be evicted there for later ones.
+            committed += [index for index in order[:step] if done.get(corpus.key(index)) == "posix"]
             order = order[step:]
         reporter.tell("full", committed)
         deadline = time.monotonic() + _PATIENCE

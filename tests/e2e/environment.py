@@ -19,7 +19,8 @@ from email.parser import Parser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.e2e.install_vllm import ENVIRONMENTS, install
+from tests.e2e.install_vllm import ENVIRONMENTS, install, name_vllm
+from tests.system import NotJudgedError
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.lock import check_reviewed
 from transforms.pipeline.package import build_package, build_runtime
@@ -27,7 +28,7 @@ from transforms.pipeline.product import UCM
 from transforms.place import BUILD
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transforms.pipeline.lock import Lock
     from transforms.pipeline.rewrite import Overlay
@@ -37,6 +38,8 @@ WHEELS = BUILD / "e2e"
 STAMP = "wheels.json"
 #: The Triton that is known to work with the newest CPU release, whose torch requires none.
 TRITON = "triton==3.9.0"
+#: vLLM's transport between engines; its wheel needs no CUDA to be imported.
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 BACK_END = Path(__file__).parent / "inside" / "interpreted"
 SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -106,18 +109,59 @@ def with_triton(release: str) -> Environment:
 
     It is separate from the plain environment because vLLM behaves differently if Triton is installed.
     """
-    directory = ENVIRONMENTS / f"vllm-{release}-triton"
-    python = directory / "bin" / "python"
-    complete = directory / "complete"
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(BACK_END.glob("*.py")))).hexdigest()
-    if not complete.exists() or complete.read_text(encoding="utf-8") != state:
+    return with_packages(release, "triton", [TRITON], state, _install_back_end)
+
+
+def with_nixl(release: str, directory: Path | None = None) -> Environment:
+    """Return the same vLLM with the runtime and NIXL; `vllm serve` runs in it.
+
+    Args:
+        release: A release with a CPU build.
+        directory: Where to put the venv; beside the plain one by default.
+
+    Raises:
+        NotJudgedError: NIXL cannot be installed.
+    """
+    try:
+        below = with_packages(release, "nixl", NIXL)
+    except subprocess.CalledProcessError as error:
+        raise NotJudgedError("NIXL beside UCM", f"pip cannot install {' '.join(NIXL)}: {error}") from error
+    directory = directory or ENVIRONMENTS / f"vllm-{release}-nixl-runtime"
+    environment = beside(release, directory, [build_runtime(WHEELS / release)], below)
+    name_vllm(environment.site, release)
+    return environment
+
+
+def with_packages(
+    release: str,
+    name: str,
+    packages: Sequence[str],
+    state: str = "",
+    complete: Callable[[Path], None] = lambda _: None,
+) -> Environment:
+    """Return the same vLLM with packages on top, without their dependencies; recreated if one of them has changed.
+
+    Args:
+        release: A release with a CPU build.
+        name: What the venv's name says besides the release.
+        packages: The packages, with their versions.
+        state: Changes with whatever else is installed.
+        complete: Installs that, given the site-packages directory.
+
+    Raises:
+        CalledProcessError: The packages cannot be installed.
+    """
+    directory = ENVIRONMENTS / f"vllm-{release}-{name}"
+    python, stamp, wanted = directory / "bin" / "python", directory / STAMP, json.dumps([*packages, state])
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
         below = plain(release)
         make_venv(below.python, directory, [])
         site = _site(python)
         _read_from(site, below)
-        subprocess.run([*_pip(python), "install", "--quiet", "--no-compile", "--no-deps", TRITON], check=True)
-        _install_back_end(site)
-        complete.write_text(state, encoding="utf-8")
+        subprocess.run([*_pip(python), "install", "--quiet", "--no-compile", "--no-deps", *packages], check=True)
+        complete(site)
+        stamp.write_text(wanted, encoding="utf-8")
     return Environment(release, directory, _site(python))
 
 

@@ -96,6 +96,7 @@ class TwoWorkers:
         store: str = "",
         workers: int = RANKS,
         last: Sequence[Request] = (),
+        **extra: Any,
     ) -> Played:
         """Run one engine.
 
@@ -105,6 +106,7 @@ class TwoWorkers:
             store: The name of the connector's store; empty for no connector.
             workers: One, or two.
             last: More requests, each alone, after all others.
+            **extra: More settings of the connector.
         """
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
         from tests.e2e.processes import INSIDE  # noqa: PLC0415 - needs the build's packages
@@ -113,7 +115,7 @@ class TwoWorkers:
         if method:
             settings["additional_config"] = {"ucm_sparse_config": dict(method)}
         if store:
-            settings |= connector(posix(self.directory / store))
+            settings |= connector(posix(self.directory / store), **extra)
         switches = {"PYTHONPATH": os.fspath(INSIDE)}
         engine = PrefixEngine(self.environment, self.directory / name, settings, switches)
         with engine:
@@ -159,28 +161,65 @@ def test_what_two_workers_store_two_others_load(two: TwoWorkers) -> None:
     commands_find_them(two, of_one[0]["prompt"])
 
 
-def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
-    """The commands about a prompt, in one process, name the blocks of both workers."""
+@pytest.mark.parametrize("sizes", [(1, RANKS), (RANKS, 1)], ids=["to two workers", "to one worker"])
+def test_slices_of_heads_that_engines_of_one_size_store_those_of_another_load(
+    two: TwoWorkers, sizes: tuple[int, int]
+) -> None:
+    """Tokens are compared with an engine of the size that loads; then some blocks lack a slice, or have a wrong one."""
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
+
+    name = "slices-of-{}-for-{}".format(*sizes)
+
+    def run(when: str, workers: int) -> Played:
+        return two.run(f"{name}-{when}", store=name, workers=workers, kv_head_shards=RANKS)
+
+    reference = two.reference if sizes[1] == RANKS else two.run(f"{name}-reference", workers=1)
+    cold, warm = run("cold", sizes[0]), run("warm", sizes[1])
+    assert found(cold)[:4] == [0] * 4
+    assert found(warm) == all_whole_blocks()
+    assert warm.tokens == reference.tokens
+    for ranks in (1, RANKS):
+        said = command(two, name, "lookup", longest(), ranks, f"kv_head_shards: {RANKS}")
+        assert said["found_tokens"] == (len(longest()) - 1) // BLOCK * BLOCK
+    slices = [sorted(block_files(of).values()) for of in sorted((two.directory / name).glob("*kv?of2*"))]
+    assert len(slices) == RANKS
+    for lost, files in enumerate(slices):
+        for path in files[lost::6]:
+            path.unlink()
+        for path in files[lost + 3 :: 6]:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damaged = run("damaged", sizes[1])
+    assert damaged.tokens == reference.tokens
+    assert 0 < sum(cached or 0 for cached in found(damaged)) < sum(all_whole_blocks())
+
+
+def command(two: TwoWorkers, store: str, name: str, prompt: list[int], ranks: int, settings: str = "") -> Any:
+    """Return what a command about a prompt says of a store, for engines of some ranks with more settings, in YAML."""
     from tests.e2e.test_try import ucm  # noqa: PLC0415 - needs the build's packages
 
     config, tokens = two.directory / "ucm_config.yaml", two.directory / "tokens.json"
-    config.write_text(f"store: {{directories: {two.directory / 'store'}}}\n", encoding="utf-8")
+    config.write_text(f"store: {{directories: {two.directory / store}}}\n{settings}\n", encoding="utf-8")
+    tokens.write_text(json.dumps(prompt), encoding="utf-8")
     arguments: dict[str, Any] = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
-    longest = max((one["prompt"] for batch in batches() for one in batch), key=len)
+    where = ("--config", config, "--model", two.model["model"], "--tokens", tokens, "--json")
+    sizes = {**arguments, "tensor_parallel_size": ranks}
+    done = ucm(two.environment, two.directory, "store", name, *where, "--engine-args", json.dumps(sizes))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
-    def run(command: str, prompt: list[int], ranks: int) -> Any:
-        tokens.write_text(json.dumps(prompt), encoding="utf-8")
-        where = ("--config", config, "--model", two.model["model"], "--tokens", tokens, "--json")
-        sizes = {**arguments, "tensor_parallel_size": ranks}
-        done = ucm(two.environment, two.directory, "store", command, *where, "--engine-args", json.dumps(sizes))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
 
-    blocks = len(longest) // BLOCK
-    assert run("lookup", longest, RANKS)["found_tokens"] == (len(longest) - 1) // BLOCK * BLOCK
-    assert run("drop", longest, RANKS)["dropped"] == {"Posix": RANKS * blocks}
-    assert run("lookup", longest, RANKS)["found_tokens"] == 0
-    assert run("lookup", of_one, 1)["found_tokens"] > 0, "of the engine of one worker"
+def longest() -> list[int]:
+    """Return the longest prompt."""
+    return max((one["prompt"] for batch in batches() for one in batch), key=len)
+
+
+def commands_find_them(two: TwoWorkers, of_one: list[int]) -> None:
+    """The commands about a prompt, in one process, name the blocks of both workers."""
+    blocks = len(longest()) // BLOCK
+    assert command(two, "store", "lookup", longest(), RANKS)["found_tokens"] == (len(longest()) - 1) // BLOCK * BLOCK
+    assert command(two, "store", "drop", longest(), RANKS)["dropped"] == {"Posix": RANKS * blocks}
+    assert command(two, "store", "lookup", longest(), RANKS)["found_tokens"] == 0
+    assert command(two, "store", "lookup", of_one, 1)["found_tokens"] > 0, "of the engine of one worker"
 
 
 def test_a_state_is_found_if_both_workers_have_their_part_of_it(two: TwoWorkers) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.ucm.hashing.stand_ins import ModelConfig, Request, VllmConfig
 from ucm import cli, debug
 from ucm.api import ConfigError, RequestHasher, UcmError
-from ucm.debug import DebugConnector, open_connector
+from ucm.debug import DebugConnector, describe, open_connector
 from ucm.hashing.block_keys import BlockKeys
 from ucm.integration.vllm.connector.kv_cache import CacheGroup
 from ucm.integration.vllm.weightless import EngineFacts, EngineHasher, StoredGroup
@@ -282,6 +282,14 @@ def test_wrong_settings_or_a_wrong_model_are_one_error(
         assert said in capsys.readouterr().err
     with pytest.raises(ConfigError):
         open_connector({"store": {}}, tmp_path)
+
+
+def test_slices_of_heads_are_looked_up_but_not_tried(described: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    described["facts"] = facts()
+    config = {"store": {"directories": str(root)}, "kv_head_shards": 2}
+    with pytest.raises(UcmError, match="only whole blocks can be tried"):
+        open_connector(config, tmp_path)
+    assert describe(config, tmp_path, of_all_ranks=True)[1] is described["facts"]
 
 
 def test_without_vllm_it_says_so(file: Path, tmp_path: Path) -> None:

@@ -251,6 +251,8 @@ class ConnectorConfig(BaseModel):
         min_hit_tokens: The minimum size of a hit; smaller ones are recomputed instead of loaded.
         hit_ratio: The maximum share of a prompt's tokens to load, 0 to 1.
         chunk_tokens: The tokens whose blocks are stored as one, rounded up to whole blocks; 0: each block alone.
+        kv_head_shards: The slices of KV heads that a block is stored in, which engines of several tensor-parallel sizes
+            share; 0: each rank's part of a block is stored as it is.
         staging: Bytes of host memory in which blocks are staged; None for a share of the host's.
         staging_deadline: Seconds after which a lookup returns what has been verified by then.
         load_failure: Whether a request whose blocks fail to load is recomputed or fails.
@@ -272,6 +274,7 @@ class ConnectorConfig(BaseModel):
     min_hit_tokens: int = Field(default=0, ge=0)
     hit_ratio: float = Field(default=1.0, ge=0, le=1)
     chunk_tokens: int = Field(default=0, ge=0, le=1 << 20)
+    kv_head_shards: int = Field(default=0, ge=0, le=1 << 10)
     staging: Size | None = None
     staging_deadline: float = Field(default=2.0, gt=0, le=_MOST_SECONDS)
     load_failure: Literal["recompute", "fail"] = "recompute"

@@ -107,24 +107,52 @@ def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks 
     Returns:
         For instance ``tp1of4-pp0of1-g0-b16``; ranks whose KV is the same have the same tag.
     """
+    (tag,) = part_tags(vllm_config, group_id, spec=spec, ranks=ranks)
+    return tag
+
+
+def part_tags(
+    vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None, shards: int = 0
+) -> list[str]:
+    """Return the directory names for all that one worker stores of one KV-cache group; see `rank_tag`.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
+        group_id: The KV-cache group's index.
+        spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
+        ranks: The worker's place; by default this process's.
+        shards: The slices of KV heads that a block is stored in, a multiple of the tensor-parallel size; 0: each rank's
+            part is one.
+
+    Returns:
+        One name; with slices one for each of the worker's, for instance ``kv1of4-pp0of1-g0-b16``.
+    """
     sizes = Parallelism.of(vllm_config)
     ranks = ranks or sizes.ranks(rank_of(vllm_config))
-    tensor = f"tpall{sizes.tp}" if is_replicated(vllm_config, spec) else f"tp{ranks.tp}of{sizes.tp}"
-    parts = [tensor, f"pp{ranks.pp}of{sizes.pp}"]
+    own = shards // sizes.tp
+    if shards:
+        heads = [f"kv{ranks.tp * own + place}of{shards}" for place in range(own)]
+    else:
+        heads = [f"tpall{sizes.tp}" if is_replicated(vllm_config, spec) else f"tp{ranks.tp}of{sizes.tp}"]
+    parts = [f"pp{ranks.pp}of{sizes.pp}"]
     if sizes.dcp > 1:
         parts.append(f"dcp{ranks.tp % sizes.dcp}of{sizes.dcp}x{sizes.interleave}")
     if sizes.pcp > 1:
         parts.append(f"pcp{ranks.pcp}of{sizes.pcp}x{sizes.interleave}")
     block_size = optional(spec, "block_size") or vllm_config.cache_config.block_size
-    return "-".join([*parts, f"g{group_id}", f"b{block_size}"])
+    return ["-".join([of_heads, *parts, f"g{group_id}", f"b{block_size}"]) for of_heads in heads]
 
 
-def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None) -> list[str]:
+def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None, shards: int = 0) -> list[str]:
     """Return the tags of all parts of a group's KV: a block exists if it exists under each of them."""
     sizes = Parallelism.of(vllm_config)
-    world = sizes.tp * sizes.pcp * sizes.pp
-    tags = (rank_tag(vllm_config, group_id, spec=spec, ranks=sizes.ranks(rank)) for rank in range(world))
-    return list(dict.fromkeys(tags))
+    return list(
+        dict.fromkeys(
+            tag
+            for rank in range(sizes.tp * sizes.pcp * sizes.pp)
+            for tag in part_tags(vllm_config, group_id, spec=spec, ranks=sizes.ranks(rank), shards=shards)
+        )
+    )
 
 
 def must_save(vllm_config: Any, *, spec: Any = None, ranks: Ranks | None = None) -> bool:

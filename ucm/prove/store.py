@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 #: Settings of the connector that a proof does without, with the reasons.
 LEFT_OUT = {
     "blend": "blending changes answers by design, so it is not part of the proof",
+    "kv_head_shards": "one tensor-parallel size is proved, with blocks stored as its ranks hold them",
     "ucm_sparse_config": "a budget changes answers by design; --sparse NAME tries the method with a full budget",
 }
 

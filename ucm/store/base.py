@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
 
 from ucm.clock import SYSTEM
@@ -32,14 +33,18 @@ if TYPE_CHECKING:
 
 #: A block's name within its namespace: the 16 to 64 bytes of a digest.
 BlockKey = NewType("BlockKey", bytes)
-#: Memory of one layer slice: contiguous bytes, writable if the layer slice is loaded.
+#: Memory of one or more layer slices: contiguous bytes, writable if they are loaded.
 Buffer: TypeAlias = memoryview
+#: Called for every buffer, and several times as fast as an expression in Python.
+_NBYTES = attrgetter("nbytes")
 
 
 class StoreError(UcmError):
     """A block could not be stored or loaded."""
 
     cause: ClassVar[str] = "other"
+    #: The device and inode of the file that is unusable; None if none was read.
+    file: tuple[int, int] | None = None
 
 
 class BlockMissingError(StoreError):
@@ -125,7 +130,8 @@ class BlockTransfer:
 
     Args:
         key: The block's key.
-        slices: The memory of consecutive layer slices, each as long as the geometry says; all of them to save a block.
+        slices: The memory of consecutive layer slices, all of them to save a block: a buffer for each or, which is
+            faster, one for all where they lie one after the other.
         first_slice: The index of the first layer slice.
         depth: How many tokens its chain has up to this block's end; of blocks used alike, the deepest are evicted
             first, so blocks of unequal sizes that depend on each other go together.
@@ -138,6 +144,11 @@ class BlockTransfer:
     first_slice: int = 0
     depth: int = 0
     retain_until: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the layer slices."""
+        return sum(map(_NBYTES, self.slices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,19 +338,23 @@ class TransferTask(Task):
 
     def succeeded(self, key: BlockKey, tier: str, nbytes: int) -> None:
         """Record a successful transfer."""
+        self.all_succeeded((key,), tier, nbytes)
+
+    def all_succeeded(self, keys: Sequence[BlockKey], tier: str, nbytes: int) -> None:
+        """Record successful transfers, with the bytes of all of them."""
         with self._lock:
-            self._done[key] = tier
+            self._done.update(dict.fromkeys(keys, tier))
             self._nbytes += nbytes
-            self._finish_one()
+            self._finish(len(keys))
 
     def failed(self, key: BlockKey, error: StoreError) -> None:
         """Record a failed transfer."""
         with self._lock:
             self._failed.setdefault(key, error)
-            self._finish_one()
+            self._finish(1)
 
-    def _finish_one(self) -> None:
-        self._left -= 1
+    def _finish(self, transfers: int) -> None:
+        self._left -= transfers
         if self._left == 0:
             # A key with several transfers succeeds only if all of them do.
             for key in self._failed:

@@ -84,10 +84,21 @@ class Workload:
         return self.blocks * self.geometry.nbytes
 
     def transfers(self, memory: Bytes) -> list[BlockTransfer]:
-        """Return the blocks, back to back in memory of as many bytes."""
-        size, count, view = self.slice_nbytes, self.slices, memory.data
-        slices = [view[at : at + size] for at in range(0, self.nbytes, size)]
-        return [BlockTransfer(key, slices[i * count : (i + 1) * count]) for i, key in enumerate(self.keys)]
+        """Return the blocks, back to back in memory of as many bytes, as the connector saves and stages them."""
+        return [BlockTransfer(key, [row]) for key, row in zip(self.keys, self.rows(memory), strict=True)]
+
+    def rows(self, memory: Bytes) -> list[memoryview]:
+        """Return the memory of each block."""
+        size, view = self.geometry.nbytes, memory.data
+        return [view[at : at + size] for at in range(0, self.nbytes, size)]
+
+    def scattered(self, memory: Bytes) -> list[BlockTransfer]:
+        """Return the blocks with a buffer for each layer slice, as in a KV cache."""
+        size = self.slice_nbytes
+        return [
+            BlockTransfer(key, [row[at : at + size] for at in range(0, row.nbytes, size)])
+            for key, row in zip(self.keys, self.rows(memory), strict=True)
+        ]
 
 
 @dataclass
@@ -230,7 +241,7 @@ class _Run:
         self._keys = workload.keys
         self._saves, self._loads = workload.transfers(self._source), workload.transfers(self._target)
         self._copy: Callable[[], None] = lambda: None
-        self._from, self._into = self._blocks(self._source), self._blocks(self._target)
+        self._from, self._into = workload.rows(self._source), workload.rows(self._target)
 
     def stage(self, slab: Slab, reader: SlabReader) -> None:
         """Bring every block into a slab, as the scheduler process does with blocks that it finds."""
@@ -243,12 +254,11 @@ class _Run:
             if claimed is None:
                 raise UcmError("there is no room to stage the blocks", fix="measure fewer or smaller blocks")
             row, _ = claimed
-            for memory, layer_slice in zip(slab.memory(row, 0, geometry.slice_sizes), block.slices, strict=True):
-                memory[:] = layer_slice
+            slab.memory(row, 0, geometry.nbytes)[:] = block.slices[0]
             slab.filled(row, "")
             places.append(slab.offset(row))
-        names = [""] * len(places)
-        self._copy = lambda: _raise_failure(reader.load(self._loads, places, names).wait())
+        names, scattered = [""] * len(places), self._workload.scattered(self._target)
+        self._copy = lambda: _raise_failure(reader.load(scattered, places, names).wait())
 
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
@@ -287,10 +297,6 @@ class _Run:
             for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
                 self._drop()
                 yield f"{operation[:4]} cold{operation[4:]}", action
-
-    def _blocks(self, memory: Bytes) -> list[memoryview]:
-        size = self._workload.geometry.nbytes
-        return [memory.data[at : at + size] for at in range(0, self._workload.nbytes, size)]
 
     def _each(self, action: Callable[[int], None], threads: int = 0) -> None:
         numbers = range(self._workload.blocks)

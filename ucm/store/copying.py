@@ -12,7 +12,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
-from ucm.store.format import aligned_buffer, body_nbytes
+from ucm.store.format import aligned_buffer, body_nbytes, gather
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ CLOSE_SECONDS = 10.0
 
 
 class Promoter:
-    """Copies just loaded blocks from memory into the first tier; other blocks are read from a lower tier.
+    """Copies just loaded blocks from memory into the first tier; those that were loaded in part are read again.
 
     Args:
-        tiers: The store's tiers, fastest first.
+        first: The first tier.
         codec: The codec of stored blocks; None in a store that does not load.
         limit: Bytes of loaded blocks that may wait to be written; further blocks are not copied.
     """
 
-    def __init__(self, tiers: Sequence[Guard], codec: HeaderCodec | None, limit: int) -> None:
-        self._first, self._lower = tiers[0], tiers[1:]
+    def __init__(self, first: Guard, codec: HeaderCodec | None, limit: int) -> None:
+        self._first = first
         self._codec = codec
         self._limit = limit
         self._lock = Lock()
@@ -54,20 +54,20 @@ class Promoter:
         self._nbytes = 0  # bytes copied and not yet written
         self._closed = False
 
-    def promote(self, key: BlockKey, depth: int = 0) -> None:
-        """Copy a block from a lower tier, unless it is being copied already or too many are."""
+    def promote(self, source: Guard, key: BlockKey, depth: int = 0) -> None:
+        """Copy a block from the lower tier that has it, unless it is being copied already or too many are."""
         with self._lock:
             if self._closed or key in self._waiting or len(self._waiting) >= _MOST_WAITING:
                 return
             self._waiting.add(key)
         with suppress(ValueError):  # closed meanwhile
-            self._lower[0].save_later(key, partial(self._fetch, 0, key, depth), partial(self._forget, key))
+            source.save_later(key, partial(self._fetch, source, key, depth), partial(self._forget, key))
 
-    def keep(self, block: BlockTransfer) -> None:
+    def keep(self, source: Guard, block: BlockTransfer) -> None:
         """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
         codec = self._codec
-        if codec is None or len(block.slices) < len(codec.geometry.slice_sizes):
-            self.promote(block.key, block.depth)
+        if codec is None or block.nbytes < codec.geometry.nbytes:
+            self.promote(source, block.key, block.depth)
             return
         with self._lock:
             if self._closed or block.key in self._waiting or self._nbytes + codec.file_nbytes > self._limit:
@@ -80,8 +80,7 @@ class Promoter:
             self._first.counters.failed("promote", unexpected(error))
             self._forget(block.key, codec.file_nbytes)
             return
-        for number, layer_slice in enumerate(block.slices):
-            content[codec.offsets[number] : codec.offsets[number + 1]] = layer_slice.cast("B")
+        gather(block.slices, content[codec.nbytes :])
         with suppress(ValueError):  # closed meanwhile
             self._first.save_later(
                 block.key,
@@ -94,27 +93,20 @@ class Promoter:
         with self._lock:
             self._closed = True
 
-    def _fetch(self, number: int, key: BlockKey, depth: int) -> None:
+    def _fetch(self, source: Guard, key: BlockKey, depth: int) -> None:
         """Read a block from a lower tier and queue it to be written."""
-        following, job = None, partial(self._fetch, number + 1, key, depth)
         try:
-            content = self._lower[number].read_file(key)
+            content = source.read_file(key)
         except StoreError as error:
-            if number + 1 < len(self._lower):
-                following = self._lower[number + 1]
             if not isinstance(error, BlockMissingError):
                 self._first.counters.failed("promote", error)
-        else:
-            following, job = self._first, partial(self._write, key, content, depth)
-        if following is None or self._closed:
             self._forget(key)
-        else:
-            with suppress(ValueError):  # closed meanwhile
-                following.save_later(key, job, partial(self._forget, key))
+            return
+        with suppress(ValueError):  # closed meanwhile
+            self._first.save_later(key, partial(self._write, key, content, depth), partial(self._forget, key))
 
     def _write_loaded(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
-        slices = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
-        content[: codec.nbytes] = codec.encode(key, codec.seal(slices))
+        content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
         self._write(key, content, depth, codec.file_nbytes)
 
     def _write(self, key: BlockKey, content: Buffer, depth: int, counted: int = 0) -> None:

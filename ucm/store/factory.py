@@ -104,12 +104,15 @@ class OpeningTask(Task):
         opening: The store that is being opened.
         keys: The blocks to transfer.
         call: Starts the transfer in the open store.
+        clock: The clock of the store.
     """
 
-    def __init__(self, opening: OpeningStore, keys: Sequence[BlockKey], call: Callable[[KVStore], Task]) -> None:
+    def __init__(
+        self, opening: OpeningStore, keys: Sequence[BlockKey], call: Callable[[KVStore], Task], *, clock: Clock
+    ) -> None:
         self._opening, self._keys, self._call = opening, keys, call
-        self._unbegun = TransferTask(len(keys))
-        self._task: Task = self._unbegun  # or the store's own, once it has one
+        self._begun = clock.event()  # or refused
+        self._task: Task = TransferTask(0)
 
     def begin(self, store: KVStore) -> None:
         """Start the transfer in the open store."""
@@ -117,22 +120,27 @@ class OpeningTask(Task):
             self._task = self._call(store)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             self.refuse(unexpected(error))
+        else:
+            self._begun.set()
 
     def refuse(self, error: StoreError) -> None:
         """Fail the transfer."""
+        refused = self._task = TransferTask(len(self._keys))
         for key in self._keys:
-            self._unbegun.failed(key, error)
+            refused.failed(key, error)
+        self._begun.set()
 
     def wait(self) -> TaskResult:
         """Wait until the transfer is finished, or refused because the store takes too long to open."""
         self._opening.end_patience(self)
+        self._begun.wait()
         return self._task.wait()
 
     def check(self) -> bool:
         """Return whether the transfer is finished or refused."""
         if self._opening.is_over:
             self._opening.end_patience(self)
-        return self._task.check()
+        return self._begun.is_set() and self._task.check()
 
 
 class OpeningStore(KVStore):
@@ -240,14 +248,17 @@ class OpeningStore(KVStore):
             store = self._make()
         except Exception as error:  # noqa: BLE001 - the engine continues after any error
             self._failed(error)
-        with self._lock:  # further calls wait, and come after those that wait already
-            for task in self._waiting:
-                if store is None:
-                    task.refuse(self._why)
-                else:
-                    task.begin(store)
-            self._waiting.clear()
-            closed, self._store = self._closed, None if self._closed else store
+        while True:
+            with self._lock:
+                if not self._waiting:  # further calls come after those that waited
+                    closed, self._store = self._closed, None if self._closed else store
+                    break
+                task = self._waiting.popleft()
+            # Without the lock, because a store may take its time to begin.
+            if store is None:
+                task.refuse(self._why)
+            else:
+                task.begin(store)
         self._ended.set()
         if closed and store is not None:
             store.close()
@@ -261,7 +272,7 @@ class OpeningStore(KVStore):
         with self._lock:
             store = self._store
             if store is None:
-                task = OpeningTask(self, keys, call)
+                task = OpeningTask(self, keys, call, clock=self._clock)
                 if self._closed:
                     raise ValueError("the store is closed")
                 if self.is_over:

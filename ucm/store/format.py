@@ -42,7 +42,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -248,6 +250,20 @@ def check_place(header: BlockHeader, key: BlockKey, namespace: str | None) -> No
         raise BlockForeignError(f"the block's key is {header.key.hex()}")
 
 
+def check_geometry(header: BlockHeader, geometry: BlockGeometry | None) -> None:
+    """Check that a block has the expected geometry, if one is expected.
+
+    Raises:
+        BlockForeignError: It has another one.
+    """
+    if geometry is None:
+        return
+    if header.fingerprint != geometry.fingerprint:
+        raise BlockForeignError(f"the block's geometry has the fingerprint {header.fingerprint.hex()}")
+    if header.slice_sizes != geometry.slice_sizes:
+        raise BlockForeignError(f"the block has {len(header.slice_sizes)} layer slices of other sizes")
+
+
 def verify(
     content: Buffer,
     key: BlockKey,
@@ -264,10 +280,48 @@ def verify(
     """
     header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]), authenticator, any_key=any_key)
     check_place(header, key, namespace)
-    pieces = header.pieces(lambda at, nbytes: content[at : at + nbytes], len(content))
-    for _ in checked(pieces, header, authenticator):
-        pass
+    deque(checked(_pieces(content, header), header, authenticator), maxlen=0)
     return header
+
+
+def plain(
+    stored: Buffer,
+    key: BlockKey,
+    authenticator: Authenticator | None = None,
+    *,
+    namespace: str | None = None,
+    geometry: BlockGeometry | None = None,
+) -> Buffer:
+    """Return a whole stored block without compression, checked as by ``verify``; a block that has none is not copied.
+
+    Args:
+        stored: The block.
+        key: The expected key.
+        authenticator: See ``verify``.
+        namespace: The expected namespace; None: any.
+        geometry: The expected geometry; None: any.
+
+    Raises:
+        BlockCompressedError: This process cannot decompress it.
+        StoreError: As by ``verify``, or the block has another geometry.
+    """
+    begin = bytearray(stored[: header_nbytes(bytes(stored[:UNIT]))])
+    header = decode(begin, authenticator)
+    check_place(header, key, namespace)
+    check_geometry(header, geometry)
+    pieces = checked(_pieces(stored, header), header, authenticator)
+    if not header.is_compressed:
+        deque(pieces, maxlen=0)
+        return stored
+    content = aligned_buffer(header.file_nbytes)
+    uncompress(begin)
+    content[: header.nbytes] = begin
+    pour(pieces, [content[header.nbytes :]])
+    return content
+
+
+def _pieces(stored: Buffer, header: BlockHeader) -> Iterator[Buffer]:
+    return header.pieces(lambda at, nbytes: stored[at : at + nbytes], len(stored))
 
 
 def checked(
@@ -375,7 +429,10 @@ class HeaderCodec:
         self.nbytes = units * UNIT
         self.file_nbytes = self.nbytes + geometry.nbytes
         #: The offset of each layer slice in the file, and the end of the last one.
-        self.offsets = _running_sums(self.nbytes, sizes)
+        self.offsets = tuple(accumulate(sizes, initial=self.nbytes))
+        #: By the offset at which a layer slice ends, the index of the next one.
+        self._index = {offset: index for index, offset in enumerate(self.offsets) if index}
+        self._cuts = [slice(a - self.nbytes, b - self.nbytes) for a, b in pairwise(self.offsets)]
         self._namespace = namespace
         self._private = private
         self._digest = namespace_digest(namespace)
@@ -399,8 +456,31 @@ class HeaderCodec:
         """Return a codec of the same blocks that compares checksums and not tags; see ``private``."""
         return HeaderCodec(self._namespace, self.geometry, self.authenticator, private=True)
 
-    def seal(self, slices: Sequence[Buffer]) -> list[Seal]:
-        """Return what a header needs to check each of these layer slices."""
+    def end_of(self, first: int, nbytes: int) -> int | None:
+        """Return the index after that of the last of some consecutive layer slices; None if they do not end there.
+
+        Args:
+            first: The index of the first one.
+            nbytes: The bytes of all of them.
+        """
+        if not 0 <= first < len(self._index) or not nbytes:
+            return None
+        return self._index.get(self.offsets[first] + nbytes)
+
+    def cut(self, first: int, memory: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return a buffer for each layer slice, given as in ``BlockTransfer``."""
+        offsets = self.offsets
+        if len(memory) > 1 or memory[0].nbytes == offsets[first + 1] - offsets[first]:
+            return memory
+        whole, begin = memory[0].cast("B"), offsets[first]
+        if whole.nbytes == self.geometry.nbytes:
+            return list(map(whole.__getitem__, self._cuts))
+        end = self._index[begin + whole.nbytes]
+        return [whole[a - begin : b - begin] for a, b in pairwise(offsets[first : end + 1])]
+
+    def seal(self, memory: Sequence[Buffer]) -> list[Seal]:
+        """Return what a header needs to check each of a block's layer slices, given as in ``BlockTransfer``."""
+        slices = self.cut(0, memory)
         if self.authenticator is None:
             return list(map(checksum, slices))
         return list(zip(map(checksum, slices), map(self.authenticator.slice_tag, slices), strict=True))
@@ -445,7 +525,8 @@ class HeaderCodec:
         Args:
             stored: The whole file, of any length and content.
             first: The index of the first layer slice.
-            slices: The memory of consecutive layer slices; undefined if they could not be decompressed.
+            slices: The memory of consecutive layer slices, as in ``BlockTransfer``; undefined if they could not be
+                decompressed.
 
         Returns:
             The header that the block has without compression, unchecked; None if the file is not a compressed block of
@@ -458,45 +539,51 @@ class HeaderCodec:
         if not self.nbytes <= stored.nbytes < self.file_nbytes or not uncompress(header):
             return None
         packed = stored[self.nbytes :]
-        begin, end = (self.offsets[index] - self.nbytes for index in (first, first + len(slices)))
+        begin = self.offsets[first] - self.nbytes
         try:
             pieces = unpack(
-                lambda at, nbytes: packed[at : at + nbytes], packed.nbytes, self.geometry.nbytes, begin, end
+                lambda at, nbytes: packed[at : at + nbytes],
+                packed.nbytes,
+                self.geometry.nbytes,
+                begin,
+                begin + nbytes_of(slices),
             )
             pour(pieces, slices)
         except BlockCorruptError:  # ``refusal`` says what it is
             return None
         return header
 
-    def uncompressed(self, stored: Buffer) -> Buffer:
-        """Return a whole block without compression, unchecked; what is not a compressed block as it is.
+    def is_sound(self, header: bytearray, key: BlockKey, first: int, memory: Sequence[Buffer]) -> bool:
+        """Return whether layer slices are those that were stored and the header has this key and geometry.
 
-        Raises:
-            BlockCompressedError: This process cannot decompress it.
+        Args:
+            header: The header.
+            key: The expected key.
+            first: The index of the first layer slice.
+            memory: Consecutive layer slices, as in ``BlockTransfer``.
         """
-        content = aligned_buffer(self.file_nbytes)
-        header = self.unpack(stored, 0, self._slices(content))
-        if header is None:
-            return stored
-        content[: self.nbytes] = header
-        return content
-
-    def is_sound(self, header: bytearray, key: BlockKey, first: int, slices: Sequence[Buffer]) -> bool:
-        """Return whether layer slices are those that were stored and the header has this key and geometry."""
-        # Comparing the whole header with a newly encoded one checks all of its fields at once.
-        stored = self.seals(header)
+        slices = self.cut(first, memory)
+        stored, end = self.seals(header), first + len(slices)
         if self.authenticator is None:
-            return tuple(map(checksum, slices)) == stored[first : first + len(slices)] and header == self.encode(
-                key, stored
-            )
+            return tuple(map(checksum, slices)) == stored[first:end] and self._is_intact(header, key)
+        # Comparing the whole header with a newly encoded one checks all of its fields at once.
         if not hmac.compare_digest(header, self.encode(key, stored)):
             return False
-        end = first + len(slices)
         if self._private:
             return tuple(map(checksum, slices)) == self._sums.unpack_from(header, self._sums_at)[first:end]
         tags = b"".join(map(self.authenticator.slice_tag, slices))
         at = self._tags_at
         return hmac.compare_digest(tags, header[at + first * _TAG_BYTES : at + end * _TAG_BYTES])
+
+    def _is_intact(self, header: bytearray, key: BlockKey) -> bool:
+        """Return whether a header without a tag is unchanged, and of this key, namespace and geometry."""
+        end = self.nbytes - _SUM.size
+        return (
+            header[:_KEY_AT] == self._template[:_KEY_AT]
+            and header[_KEY_AT : _FIXED.size] == self._key.pack(len(key), key)
+            and header[_FIXED.size : self._sums_at] == self._template[_FIXED.size : self._sums_at]
+            and _SUM.unpack_from(header, end)[0] == checksum(memoryview(header)[:end])
+        )
 
     def refusal_of(self, header: bytearray, key: BlockKey) -> StoreError:
         """Return the reason to refuse a block of the right length, from its first ``nbytes`` bytes."""
@@ -505,21 +592,6 @@ class HeaderCodec:
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         return self.refusal(bytes(header[:nbytes]), key, self.file_nbytes)
-
-    def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
-        """Return what is wrong with a whole stored block, header and layer slices; None if it is sound."""
-        if content.nbytes == self.file_nbytes and self.is_sound(
-            bytearray(content[: self.nbytes]), key, 0, self._slices(content)
-        ):
-            return None
-        try:
-            nbytes = header_nbytes(bytes(content[:UNIT]))
-        except (BlockCorruptError, BlockForeignError) as error:
-            return error
-        return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
-
-    def _slices(self, content: Buffer) -> list[Buffer]:
-        return [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
 
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
         """Return what is wrong with a block: its header, or else its length, or else its layer slices.
@@ -531,16 +603,10 @@ class HeaderCodec:
         """
         try:
             found = decode(header, self.authenticator)
+            check_place(found, key, self._namespace)
+            check_geometry(found, self.geometry)
         except (BlockCorruptError, BlockForeignError) as error:
             return error
-        if found.namespace_digest != self._digest:
-            return BlockForeignError("the block belongs to another namespace")
-        if found.key != key:
-            return BlockForeignError(f"the block's key is {found.key.hex()}")
-        if found.fingerprint != self.geometry.fingerprint:
-            return BlockForeignError(f"the block's geometry has the fingerprint {found.fingerprint.hex()}")
-        if found.slice_sizes != self.geometry.slice_sizes:
-            return BlockForeignError(f"the block has {len(found.slice_sizes)} layer slices of other sizes")
         if found.is_compressed:
             return BlockCorruptError("the compressed layer slices are damaged")
         if file_nbytes != self.file_nbytes:
@@ -638,10 +704,3 @@ def known_codec(codec: HeaderCodec | None) -> HeaderCodec:
 def format_version(authenticator: Authenticator | None) -> int:
     """Return the format version of blocks with or without authentication."""
     return VERSION if authenticator is None else AUTHENTICATED_VERSION
-
-
-def _running_sums(start: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    found = [start]
-    for size in sizes:
-        found.append(found[-1] + size)
-    return tuple(found)

@@ -124,7 +124,7 @@ class Guard:
             refuse: Called instead, with the batch and an error, if the batch would wait for stuck threads.
         """
         for lane, some in self._by_lane(blocks).items():
-            nbytes = sum(layer_slice.nbytes for layer_slice in some[0].slices) or 1
+            nbytes = some[0].nbytes or 1
             step = max(1, min(-(-len(some) // self._load_threads), self.tier.batch_nbytes // nbytes))
             parts = [some[at : at + step] for at in range(0, len(some), step)]
             stuck = self.stuck()

@@ -7,6 +7,7 @@ derives from ``ucm.store.base.KVStore``.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ucm.store.base import (
     TierStats,
 )
 from ucm.store.compression import Compression, check_installed
-from ucm.store.format import known_codec, scatter, verify
+from ucm.store.format import known_codec, plain, scatter
 from ucm.store.shares import Shares
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 #: Failures that concern the medium rather than one block, and how many different reasons are logged at most.
 _OF_THE_MEDIUM = (StoreFullError, StoreUnavailableError)
 _MOST_REASONS = 8
+_GROWTH = 16
 #: The outcome of reading a block: an error, or whether its time of last use was old. If it was, the lower tiers renew
 #: theirs as well, so that they do not evict blocks that are always read from a higher tier.
 Outcome: TypeAlias = "StoreError | bool"
@@ -80,10 +82,10 @@ class TierCounters:
             else:
                 self._stats.save_seconds += seconds
 
-    def loaded(self, nbytes: int) -> None:
-        """Count a loaded block, or loaded layer slices of one."""
+    def loaded(self, blocks: int, nbytes: int) -> None:
+        """Count loaded blocks, or blocks of which layer slices were loaded, and their bytes."""
         with self._lock:
-            self._stats.loaded_blocks += 1
+            self._stats.loaded_blocks += blocks
             self._stats.loaded_bytes += nbytes
 
     def saved(self, nbytes: int) -> None:
@@ -239,6 +241,9 @@ class Tier(ABC):
     authenticates: ClassVar[bool] = False
     #: Whether it keeps leases, see ``retain`` and ``lease``.
     leases: ClassVar[bool] = False
+    #: How many blocks of a prefix to look up first, then ``_GROWTH`` times as many, and so on: few where each costs a
+    #: request, and a prompt may have none.
+    first_wave: ClassVar[int] = sys.maxsize
     #: The number of parts that can get stuck independently; each has its own threads.
     lanes: int = 1
 
@@ -289,8 +294,19 @@ class Tier(ABC):
 
     def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
         """Return how many of the first blocks exist without a gap."""
-        found = self.contains(keys, deadline)
-        return found.index(False) if False in found else len(found)
+        hits, wave = 0, self.first_wave
+        while hits < len(keys):
+            try:
+                found = self.contains(keys[hits : hits + wave], deadline)
+            except StoreError as error:
+                if not hits:
+                    raise
+                self.counters.failed("lookup", error)  # it answers, only not in time for all
+                break
+            if False in found:
+                return hits + found.index(False)
+            hits, wave = hits + len(found), _GROWTH * wave
+        return hits
 
     @abstractmethod
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
@@ -411,19 +427,11 @@ class ValueTier(Tier):
         return [self._read(block, deadline) for block in blocks]
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
-        """Return the value, decompressed, verified against its own header or, if there is one, the codec."""
-        stored = self.fetch(key, deadline)
-        if self.codec is not None:
-            content = self.codec.uncompressed(stored)
-            refusal = self.codec.check(content, key)
-            if refusal is not None:
-                raise self.damaged(key, refusal, deadline)
-            return content
+        """Return the value, decompressed, verified by its own header."""
         try:
-            verify(stored, key, self.authenticator, namespace=self.namespace)
+            return self._plain(key, self.fetch(key, deadline))
         except (BlockCorruptError, BlockForeignError) as error:
             raise self.damaged(key, error, deadline) from error
-        return stored
 
     def drop(self, keys: Sequence[BlockKey]) -> int:
         """Delete one value after the other, each by a deadline of its own."""
@@ -459,10 +467,16 @@ class ValueTier(Tier):
         header = codec.unpack(stored, block.first_slice, block.slices)
         if header is not None and codec.is_sound(header, block.key, block.first_slice, block.slices):
             return None
-        refusal = codec.check(stored, block.key)
-        if refusal is None:
-            scatter(stored[codec.offsets[block.first_slice] :], block.slices)
-        return refusal
+        try:
+            scatter(self._plain(block.key, stored)[codec.offsets[block.first_slice] :], block.slices)
+        except (BlockCorruptError, BlockForeignError) as error:
+            return error
+        return None
+
+    def _plain(self, key: BlockKey, stored: Buffer) -> Buffer:
+        """Return a value, decompressed and verified; raises like ``plain``."""
+        geometry = self.codec.geometry if self.codec is not None else None
+        return plain(stored, key, self.authenticator, namespace=self.namespace, geometry=geometry)
 
 
 #: Nanoseconds between the times of last use of blocks that are used in the same span, and end a token apart.

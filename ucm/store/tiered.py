@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -41,14 +40,16 @@ def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
     if not MIN_KEY_BYTES <= len(block.key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(block.key)}")
     given = tuple(map(_NBYTES, slices))
-    if not given or first < 0 or given != sizes[first : first + len(given)]:
+    nbytes: int = sum(given)
+    end = codec.end_of(first, nbytes)
+    if end is None or (len(given) > 1 and given != sizes[first:end]):
         raise ValueError(
-            f"block {block.key.hex()}: layer slices from {first} on have {given} bytes; of a block's {len(sizes)} "
-            f"layer slices those there have {sizes[first : first + len(given)]}"
+            f"block {block.key.hex()}: the memory of layer slices from {first} on has {given} bytes; of a block's "
+            f"{len(sizes)} layer slices those there have {sizes[first : first + max(1, len(given))]}"
         )
     if not all(map(_CONTIGUOUS, slices)):
         raise ValueError(f"block {block.key.hex()}: the memory of a layer slice is not contiguous")
-    return sum(given)
+    return nbytes
 
 
 def check_memory(block: BlockTransfer) -> None:
@@ -84,7 +85,7 @@ class TieredStore(KVStore):
         self._loading = 0  # load tasks in progress
         self._throttle = Throttle(config.save_queue_bytes, clock=clock)
         self._guards = tuple(Guard(tier, config, self._take_turn, clock=clock) for tier in self._tiers)
-        self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
+        self._promoter = Promoter(self._guards[0], codec, config.write_behind_bytes)
         self._behind = tuple(
             tuple(
                 WriteBehind(
@@ -252,24 +253,25 @@ class TieredStore(KVStore):
     def _load(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer]) -> None:
         guard = self._guards[number]
         left: list[tuple[BlockTransfer, StoreError]] = []
-        untold = deque(blocks)
+        loaded: list[BlockTransfer] = []
         try:
             for block, outcome in zip(blocks, guard.read_many(blocks), strict=True):
                 if isinstance(outcome, StoreError):
-                    left.append((untold.popleft(), outcome))
+                    left.append((block, outcome))
                     continue
-                nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
                 if number:
-                    self._promoter.keep(block)
-                guard.counters.loaded(nbytes)
-                untold.popleft()
-                task.succeeded(block.key, guard.name, nbytes)
+                    self._promoter.keep(guard, block)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.renew({block.key: block.depth})
+                loaded.append(block)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
-            left += [(block, failure) for block in untold]
+            loaded, left = [], [(block, failure) for block in blocks]
+        if loaded:
+            nbytes = sum(block.nbytes for block in loaded)
+            guard.counters.loaded(len(loaded), nbytes)
+            task.all_succeeded([block.key for block in loaded], guard.name, nbytes)
         self._not_loaded(number, task, left)
 
     def _not_loaded(self, number: int, task: TransferTask, failed: Sequence[tuple[BlockTransfer, StoreError]]) -> None:

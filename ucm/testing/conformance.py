@@ -123,10 +123,16 @@ class StoreConformance(SavingConformance):
             BlockTransfer(KEYS[0], good, 1),
             BlockTransfer(KEYS[0], good, -1),
             BlockTransfer(KEYS[0], []),
+            BlockTransfer(KEYS[0], [], 1),
+            BlockTransfer(KEYS[0], [memoryview(b"")], 1),
             BlockTransfer(KEYS[0], [*good, good[0]]),
+            BlockTransfer(KEYS[0], [memoryview(bytearray(geometry.nbytes - 1))]),
+            BlockTransfer(KEYS[0], [memoryview(bytearray(geometry.nbytes))], 1),
             BlockTransfer(BlockKey(b"short"), good),
             BlockTransfer(BlockKey(bytes(65)), good),
         ]
+        if sizes[0] != sizes[1]:
+            bad.append(BlockTransfer(KEYS[0], [good[1], good[0], *good[2:]]))
         if sizes[0] > 1:
             bad.append(BlockTransfer(KEYS[0], [scattered, *good[1:]]))
         for transfer in bad:

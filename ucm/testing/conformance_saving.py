@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ucm.store.base import BlockTransfer
 from ucm.store.factory import open_store
 from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, fetch, filled, key, save
 
@@ -83,6 +84,18 @@ class SavingConformance:
             for index, layer_slice in enumerate(memory.slices):
                 expected = whole.slices[index] if first <= index < first + wanted else bytes(len(layer_slice))
                 assert layer_slice == expected
+
+    def test_one_buffer_holds_layer_slices_that_lie_one_after_the_other(
+        self, store: KVStore, geometry: BlockGeometry
+    ) -> None:
+        whole, sizes = content(KEYS[0], geometry), geometry.slice_sizes
+        assert store.save([BlockTransfer(KEYS[0], [memoryview(whole)])]).wait().failed == {}
+        assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
+        for first, end in [(0, len(sizes)), (0, 2), (1, 3), (1, len(sizes)), (len(sizes) - 1, len(sizes))]:
+            memory = memoryview(bytearray(sum(sizes[first:end])))
+            result = store.load([BlockTransfer(KEYS[0], [memory], first)]).wait()
+            assert (result.failed, result.nbytes) == ({}, memory.nbytes)
+            assert memory == whole[sum(sizes[:first]) :][: memory.nbytes]
 
     def test_two_parts_of_a_block_in_one_load(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS[:1], geometry)

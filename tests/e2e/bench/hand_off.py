@@ -1,167 +1,121 @@
-"""First token of a prompt that another engine prefills, beside one engine: `python -m tests.e2e.bench.hand_off`.
+"""First token and whole answer of prompts that other engines prefill, beside one engine: `-- hand_off`.
 
-Servers of a trained model in float32, on one machine: those that prefill, and one that decodes. In each round this one
-computes a document, finds it in its own prefix cache, gets another document from a prefill engine, and loads that from
-the store after its cache was emptied. All share the processors, so nothing is gained by the split itself.
+Servers of a trained model in float32, on one machine: two that prefill, and one that decodes. In each round two
+documents are asked about at once: the decode server alone, through `examples/hand_off/proxy.py` with one prefill
+server, and with both. First with a store in a directory, then with NIXL and UCM beside it. All share the processors,
+so nothing is gained by the split itself. A prefill server then answers the same questions: all answers must be equal.
+With NIXL, vLLM's answers say how many tokens the *prefill* server did not compute.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.ttft import RELEASE
-from tests.e2e.environment import with_runtime
-from tests.e2e.install_vllm import name_vllm
-from tests.e2e.prefix_engine import MODULE
-from tests.e2e.real.chat import BOAT, HANDBOOK, PATH, Server, chat, serve_command
+from tests.e2e.environment import with_nixl
+from tests.e2e.real.chat import BOAT, HANDBOOK, chat
+from tests.e2e.real.fleet import Fleet, at_once
 from tests.e2e.real.model import real_model
-from tests.ports import free_port
 from transforms.place import BUILD
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from tests.e2e.environment import Environment
     from tests.e2e.real.chat import Reply
 
-#: vLLM's transport, for ``--transport``; its wheel needs no CUDA to import.
-NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
-#: What `examples/hand_off/proxy.py` adds to a request for a prefill engine.
-TO_PREFILL = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-COMPUTED, OWN, HANDED, STORED = "computed", "own prefix cache", "handed over", "from the store"
+ALONE = "one engine"
+#: Documents that are asked about at once, rounds after the first, which takes longer, and the size of a document.
+AT_ONCE, ROUNDS, CHARACTERS = 2, 3, 9_000
+ANSWER = 16
 
 
-def transfer(role: str, store: Path, *, transport: bool) -> dict[str, Any]:
-    """Return a ``kv_transfer_config``: UCM's connector, or vLLM's transport and UCM's behind it."""
-    prefills = role == "kv_producer"
-    ours = {
-        "kv_connector": "UCMConnector",
-        "kv_role": "kv_both" if prefills and transport else role,
-        "kv_connector_module_path": MODULE,
-        "kv_connector_extra_config": {"store": {"directories": str(store), "posix_capacity": "4GiB"}},
-    }
-    if not transport:
-        return ours
-    connectors = [{"kv_connector": "NixlConnector", "kv_role": role}, ours]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
+@dataclass
+class Row:
+    """The replies of one composition, and whether all were those of a prefill server."""
+
+    replies: list[Reply] = field(default_factory=list)
+    load: float = 0.0
+    right: bool = True
+
+    @property
+    def first_s(self) -> float:
+        """Median seconds to the first token."""
+        return median(reply.first_s for reply in self.replies)
 
 
-def prepare(release: str, *, transport: bool) -> Environment:
-    """Return vLLM with this checkout's runtime, and with the transport if it is wanted."""
-    environment = with_runtime(release, BUILD / "bench" / f"vllm-{release}-hand-off")
-    name_vllm(environment.site, release)
-    if transport:
-        pip = [sys.executable, "-m", "pip", "--python", str(environment.python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, *NIXL], check=True)
-    return environment
+def measure(release: str, *, transport: bool, rounds: int, characters: int) -> dict[str, Row]:
+    """Return a row for each composition over a store, or over NIXL with UCM beside it."""
+    text = HANDBOOK.read_text(encoding="utf-8")[:characters]
+    environment = with_nixl(release, BUILD / "bench" / f"vllm-{release}-hand-off")
+    with (
+        tempfile.TemporaryDirectory(dir=BUILD / "bench") as directory,
+        Fleet(environment, real_model(), Path(directory), transport=transport, options="--max-model-len 6144") as fleet,
+    ):
+        over = "NIXL" if transport else "a store"
+        doors = {
+            ALONE: fleet.decode,
+            f"1P1D over {over}": fleet.proxy(fleet.prefills[0]),
+            f"2P1D over {over}": fleet.proxy(*fleet.prefills),
+        }
+        rows = {name: Row() for name in doors}
+        for number in range(rounds + 1):
+            for name, door in doors.items():
+                about = [chat(BOAT, text=f"{name} {number}, {one}. {text}", tokens=ANSWER) for one in range(AT_ONCE)]
+                replies = at_once([partial(door.ask, one) for one in about])
+                again = [fleet.prefills[0].ask(one) for one in about]
+                rows[name].right &= [one.text for one in again] == [one.text for one in replies]
+                rows[name].replies += replies if number else []
+                rows[name].load = os.getloadavg()[0]
+                print(number, name, [(round(one.first_s, 2), round(one.whole_s, 2)) for one in replies], flush=True)
+    return rows
 
 
-class Round:
-    """The requests of one round.
-
-    Args:
-        prefill: The prefill engine that has its turn.
-        decode: The decode engine.
-    """
-
-    def __init__(self, prefill: Server, decode: Server) -> None:
-        self._prefill, self._decode = prefill, decode
-        self.seconds: dict[str, float] = {}
-        self.cached: dict[str, int] = {}
-
-    def run(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Ask about two documents, the second handed over; return whether all answers to it are those of one engine."""
-        for name in (COMPUTED, OWN):
-            self._note(name, self._decode.ask(one))
-        begun = time.perf_counter()
-        answer = json.loads(self._prefill.post(PATH, {**other, **TO_PREFILL}))
-        prefilled = time.perf_counter() - begun
-        handed = self._decode.ask({**other, "kv_transfer_params": answer["kv_transfer_params"]})
-        self._note(HANDED, handed, prefilled)
-        self.seconds["of that, the prefill engine"] = prefilled
-        self._decode.post("/reset_prefix_cache")
-        stored = self._decode.ask(other)
-        self._note(STORED, stored)
-        return handed.text == stored.text == self._prefill.ask(other).text
-
-    def _note(self, name: str, reply: Reply, before: float = 0.0) -> None:
-        self.seconds[name], self.cached[name] = before + reply.first_s, reply.cached
+def show(rows: dict[str, Row]) -> None:
+    """Print the table."""
+    table = Table("", "first token", "from", "to", "whole answer", "from", "to", "not computed", "load", "answers")
+    for name, row in rows.items():
+        seconds = [[one.first_s for one in row.replies], [one.whole_s for one in row.replies]]
+        cells = [f"{of(one):.2f} s" for one in seconds for of in (median, min, max)]
+        cached = sorted({f"{one.cached} of {one.prompt}" for one in row.replies})
+        table.add_row(name, *cells, ", ".join(cached), f"{row.load:.1f}", "right" if row.right else "WRONG")
+    Console(width=150).print(table)
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Round], bool]:
-    """Run all rounds; return them, and whether all answers were right."""
-    environment, model = prepare(options.release, transport=options.transport), real_model()
-    text = HANDBOOK.read_text(encoding="utf-8")[: options.characters]
-    # With this, a server can be asked to empty its prefix cache.
-    variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-    rounds, right = [], True
-    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as running:
-        store = Path(temporary, "store")
-        store.mkdir()
-        roles = ["kv_producer"] * options.prefills + ["kv_consumer"]
-        servers = []
-        for number, role in enumerate(roles):
-            port, config = free_port(), transfer(role, store, transport=options.transport)
-            command = f"{serve_command(environment, model, config, port)} --max-model-len 6144"
-            side = {**variables, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            servers.append(Server(command, port, Path(options.logs, f"{number}-{role}.log"), side))
-        with ThreadPoolExecutor() as starting:
-            list(starting.map(running.enter_context, servers))
-        *prefills, decode = servers
-        for number in range(options.rounds + 1):
-            one, other = (chat(BOAT, text=f"{what} {number}. {text}", tokens=16) for what in ("Copy", "Other"))
-            if not number:  # first requests take longer
-                one, other = (chat(BOAT, text=f"{what} {'word ' * 300}", tokens=4) for what in ("Copy", "Other"))
-            found = Round(prefills[number % len(prefills)], decode)
-            right = found.run(one, other) and right
-            print(number, {name: round(value, 3) for name, value in found.seconds.items()}, found.cached, flush=True)
-            rounds += [found] if number else []
-    return rounds, right
+def figures(release: str, rounds: int = ROUNDS, characters: int = CHARACTERS) -> Iterator[Figure]:
+    """Measure both, print the tables, and compare with one engine."""
+    for transport in (False, True):
+        rows = measure(release, transport=transport, rounds=rounds, characters=characters)
+        show(rows)
+        alone = rows.pop(ALONE)
+        for name, row in rows.items():
+            yield Figure(f"first token, {name} to {ALONE}", row.first_s / alone.first_s, "", None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table; return 0 if all answers were those of one engine."""
+    """Measure with another number of rounds, or other documents."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench.hand_off", description=__doc__)
     parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prefills", type=int, default=1, help="prefill engines, which take turns")
-    parser.add_argument("--characters", type=int, default=None, help="of the document; default: all")
-    parser.add_argument("--transport", action="store_true", help="NIXL moves the KV, and UCM is beside it")
-    parser.add_argument("--logs", type=Path, default=BUILD / "bench", help="where the servers write theirs")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--characters", type=int, default=CHARACTERS, help="of a document")
     options = parser.parse_args(arguments)
     # A bench that is stopped ends its servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    options.logs.mkdir(parents=True, exist_ok=True)
-    rounds, right = measure(options)
-    table = Table("first token", "median", "from", "to", "not computed")
-    for name in rounds[0].seconds:
-        seconds = [one.seconds[name] for one in rounds]
-        cached = {one.cached[name] for one in rounds if name in one.cached}
-        figures = (median(seconds), min(seconds), max(seconds))
-        table.add_row(name, *(f"{value:.3f} s" for value in figures), ", ".join(map(str, sorted(cached))))
-    Console().print(table)
-    print(f"load {os.getloadavg()[0]:.1f}; {shlex.join(sys.argv[1:])}; answers {'right' if right else 'WRONG'}")
-    return int(not right)
+    for figure in figures(options.release, options.rounds, options.characters):
+        print(f"{figure.name}: {figure.value:.2f}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
-from tests.e2e.environment import make_venv, plain, with_runtime
+from tests.e2e.environment import with_packages, with_runtime
 from tests.e2e.install_vllm import ENVIRONMENTS
 from transforms.pipeline.package import build_runtime
 from transforms.place import BUILD
@@ -42,19 +40,8 @@ def runtime_python(release: str) -> Path:
 
 
 def lmcache_python(release: str) -> Path:
-    """The interpreter of a vLLM with LMCache, which reads all else from the plain environment."""
-    directory = ENVIRONMENTS / f"vllm-{release}-lmcache"
-    python, stamp, wanted = directory / "bin" / "python", directory / "lmcache.json", json.dumps([LMCACHE, *NEEDS])
-    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
-        below = plain(release)
-        make_venv(below.python, directory, [])
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install"]
-        # `--no-deps`: some of what it names has no build without CUDA.
-        subprocess.run([*pip, "--quiet", "--no-deps", LMCACHE, *NEEDS], check=True)
-        site = directory / below.site.relative_to(below.directory)
-        (site / "plain_vllm.pth").write_text(f"import site; site.addsitedir({str(below.site)!r})\n", "utf-8")
-        stamp.write_text(wanted, encoding="utf-8")
-    return python
+    """The interpreter of a vLLM with LMCache, some of whose dependencies have no build without CUDA."""
+    return with_packages(release, "lmcache", [LMCACHE, *NEEDS]).python
 
 
 def uc_manager_python() -> Path:

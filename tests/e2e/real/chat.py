@@ -42,12 +42,14 @@ class Reply:
     Attributes:
         text: The generated text.
         first_s: Seconds to the first piece of the text.
+        whole_s: Seconds to its end.
         prompt: Tokens of the prompt.
         cached: How many of them were not computed.
     """
 
     text: str
     first_s: float
+    whole_s: float
     prompt: int
     cached: int
 
@@ -107,7 +109,8 @@ class Server:
     """
 
     def __init__(self, command: str, port: int, log: Path, variables: Mapping[str, str] | None = None) -> None:
-        self._command, self._port, self._log, self._variables = command, port, log, variables
+        self.port = port
+        self._command, self._log, self._variables = command, log, variables
 
     @property
     def pid(self) -> int:
@@ -125,7 +128,7 @@ class Server:
         pieces: list[str] = []
         first = 0.0
         usage: dict[str, Any] = {}
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER)) as connection:
             streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
             connection.request("POST", PATH, json.dumps(streamed), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -146,13 +149,21 @@ class Server:
         if not pieces:
             raise ServerFailedError(f"it answered without text\n{self._end_of_log()}")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Reply("".join(pieces), first, usage["prompt_tokens"], cached)
+        whole = time.perf_counter() - begin
+        return Reply("".join(pieces), first, whole, usage["prompt_tokens"], cached)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """Send a request that does not stream, for instance to empty the prefix cache; return the answer."""
+        return self._answer("POST", path, body)
+
+    def get(self, path: str) -> bytes:
+        """Return what there is at a path, for instance metrics."""
+        return self._answer("GET", path, None)
+
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         text, headers = (None, {}) if body is None else (json.dumps(body), {"Content-Type": "application/json"})
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER)) as connection:
-            connection.request("POST", path, text, headers)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER)) as connection:
+            connection.request(method, path, text, headers)
             response = connection.getresponse()
             answer = response.read()
             if response.status != http.HTTPStatus.OK:
@@ -181,13 +192,17 @@ class Server:
     ) -> None:
         self.close()
 
+    def kill(self) -> None:
+        """End its processes with SIGKILL, also while it computes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End it as an operator would, and leave no process of it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(END)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
 
     def _wait(self) -> None:
@@ -196,7 +211,7 @@ class Server:
         while time.monotonic() < deadline and self._process.poll() is None:
             with (
                 contextlib.suppress(OSError),
-                contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)) as connection,
+                contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)) as connection,
             ):
                 connection.request("GET", "/health")
                 if connection.getresponse().status == http.HTTPStatus.OK and self._process.poll() is None:

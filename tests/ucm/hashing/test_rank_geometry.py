@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from ucm.errors import ConfigError
-from ucm.hashing.rank_geometry import Parallelism, Ranks, is_replicated, must_save, rank_tag, rank_tags
+from ucm.hashing.rank_geometry import Parallelism, Ranks, is_replicated, must_save, part_tags, rank_tag, rank_tags
 
 
 @dataclass
@@ -146,3 +146,13 @@ def test_a_release_that_lacks_a_kind_of_parallelism() -> None:
 def test_a_place_may_be_given() -> None:
     assert rank_tag(config(sizes=sized(2)), 0, ranks=Ranks(tp=1)) == "tp1of2-pp0of1-g0-b16"
     assert not must_save(config(sizes=sized(2), mla=True), ranks=Ranks(tp=1))
+
+
+def test_slices_of_heads_are_named_alike_in_engines_of_all_sizes() -> None:
+    engines = [config(sizes=sized(tp, 2)) for tp in (1, 2, 4)]
+    every = [rank_tags(engine, 0, shards=4) for engine in engines]
+    assert every[0] == [f"kv{place}of4-pp{stage}of2-g0-b16" for stage in range(2) for place in range(4)]
+    assert every == [every[0]] * 3
+    assert part_tags(config(3, sized(2, 2)), 0, shards=4) == ["kv2of4-pp1of2-g0-b16", "kv3of4-pp1of2-g0-b16"]
+    for engine in engines:  # without the setting, names stay what they were
+        assert part_tags(engine, 0) == [rank_tag(engine, 0)] == rank_tags(engine, 0)[:1]

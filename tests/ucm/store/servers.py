@@ -421,9 +421,11 @@ class Proxy:
 
 @contextlib.contextmanager
 def cluster(directory: Path, masters: int = 3, replicas: int = 1) -> Iterator[list[RedisServer]]:
-    """Start a cluster; a replica takes over when `take_over` says so."""
+    """Start a cluster; a replica takes over when `take_over` says so, and never by itself, however long a test needs."""
     options = (
         "--cluster-enabled",
+        "yes",
+        "--cluster-replica-no-failover",
         "yes",
         "--cluster-node-timeout",
         str(NODE_TIMEOUT),

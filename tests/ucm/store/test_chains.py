@@ -17,7 +17,7 @@ from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import NewFile, _Descriptor
+from ucm.store.posix.paths import NewFile
 from ucm.store.posix.scan import scan
 from ucm.store.tier import DEEPEST, used_until
 from ucm.testing.blocks import Memory, content, in_order, key
@@ -168,11 +168,11 @@ def test_a_long_prompt_is_evicted_from_its_end_whenever_it_is_written(
     layout = Layout(patient.directories[0], NAMESPACE)
     move = NewFile.move
 
-    def move_now(self: NewFile, folder: _Descriptor, name: str) -> None:
+    def move_now(self: NewFile, path: str) -> None:
         """Give it the time of the clock, which the kernel does not go by."""
         now = int(clock.time() * 1e9)
-        os.utime(self._name, ns=(now, now), dir_fd=self._folder.number)
-        move(self, folder, name)
+        os.utime(self._number, ns=(now, now))
+        move(self, path)
 
     monkeypatch.setattr(NewFile, "move", move_now)
     begin_span(clock, TOUCH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
@@ -12,12 +12,13 @@ import pytest
 from ucm.store.base import BlockCorruptError, BlockForeignError
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.tier import Directory, PosixTier
 from ucm.testing.blocks import ODD, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.base import BlockKey, KVStore, StoreError
     from ucm.store.config import StoreConfig
 
 NAMESPACE = "n"
@@ -177,6 +178,26 @@ def test_each_cause_is_counted_and_logged_once(store: KVStore, path: Path, said:
         is_refused(store, path, damaged)
     assert store.stats()["posix"].failures == {"load.corrupt": 2, "load.foreign": 1}
     assert [line.split(" in tier")[0] for line in said] == ["[UCM.Store] load.corrupt", "[UCM.Store] load.foreign"]
+
+
+def test_a_block_that_was_replaced_meanwhile_stays(
+    store: KVStore, config: StoreConfig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines meet the damage, and the faster one has saved the block again before the slower one goes on."""
+    judge = PosixTier._fail
+
+    def late(self: PosixTier, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
+        with monkeypatch.context() as patch, open_store(config, NAMESPACE, ODD) as faster:
+            patch.setattr(PosixTier, "_fail", judge)
+            assert isinstance(fetch(faster, [KEY], ODD)[1][KEY], BlockCorruptError)
+            save(faster, [KEY], ODD)
+        judge(self, directory, key, error)
+
+    path.write_bytes(path.read_bytes()[:-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixTier, "_fail", late)
+        assert isinstance(fetch(store, [KEY], ODD)[1][KEY], BlockCorruptError)
+    assert fetch(store, [KEY], ODD)[0] == {KEY: content(KEY, ODD)}
 
 
 def test_what_cannot_be_moved_is_deleted(store: KVStore, path: Path, layout: Layout) -> None:

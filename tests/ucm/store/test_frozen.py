@@ -368,7 +368,7 @@ def test_a_stuck_directory_does_not_starve_another(
         well = store.load([memory.transfer() for memory in memories if memory.key not in there])
         assert set(well.wait().done) == set(KEYS) - there
         assert not stuck.check(), "the memory that a stuck thread may yet write to is not given back"
-        assert len(hanging.calls) == two.load_threads
+        clock.run_until(lambda: len(hanging.calls) == two.load_threads)
         clock.advance(two.stuck_seconds)
         again = store.load([memory.transfer() for memory in filled(there, EVEN)]).wait()
         assert {error.cause for error in again.failed.values()} == {"timeout"}
@@ -515,7 +515,7 @@ def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "access", create_autospec(os.access, side_effect=some))
-            question = _Question(directory, RecentKeys(0, 0.0), KEYS, gaps=True)
+            question = _Question(directory, RecentKeys(0, 0.0), KEYS)
             clock.run_until_idle()
             assert question.answers(0.0) == [True] * 4
             assert question.error is None

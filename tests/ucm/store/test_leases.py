@@ -21,7 +21,7 @@ from ucm.store.posix import paths, space
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules, pinned_until
-from ucm.store.posix.paths import touch, unlink_unused
+from ucm.store.posix.paths import touch, unlink_if
 from ucm.store.posix.scan import evict, scan
 from ucm.store.posix.tier import Directory
 from ucm.store.tier import kept_until, used_until
@@ -321,12 +321,12 @@ def test_what_another_process_touches_is_neither_touched_nor_deleted(
         with pytest.raises(BlockingIOError):
             touch(path, lambda _: 1)
         with pytest.raises(BlockingIOError):
-            unlink_unused(path, before)
+            unlink_if(path, before.__eq__)
         return old + 1000
 
     assert touch(path, inside) == before + 1000
-    assert not unlink_unused(path, before)
-    assert unlink_unused(path, before + 1000)
+    assert not unlink_if(path, before.__eq__)
+    assert unlink_if(path, (before + 1000).__eq__)
     with pytest.raises(FileNotFoundError):
         touch(path, lambda old: old)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.errors import ConfigError
-from ucm.store.base import BlockTransfer, KVStore, Task
+from ucm.store.base import BlockTransfer, KVStore, Task, TransferTask
 from ucm.store.factory import OpeningStore, open_store
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
@@ -133,8 +133,9 @@ def test_what_is_opened_after_the_end_is_closed(clock: SimulatedClock) -> None:
 
 
 def test_what_is_opened_at_the_very_end_is_closed(clock: SimulatedClock) -> None:
-    begun = clock.event()
+    begun, closed = clock.event(), clock.event()
     inner = create_autospec(KVStore, instance=True)
+    inner.close.side_effect = closed.set
 
     def save(_: object) -> Task:
         begun.set()
@@ -150,6 +151,7 @@ def test_what_is_opened_at_the_very_end_is_closed(clock: SimulatedClock) -> None
     store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
     begun.wait()
     store.close()
+    closed.wait()
     inner.close.assert_called_once_with()
 
 
@@ -199,6 +201,36 @@ def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) ->
     frozen.thaw()
     assert task.wait().failed == {}
     assert "layer slice" in str(wrong.wait().failed[KEYS[1]])
+
+
+def test_no_call_waits_while_what_waited_is_begun(clock: SimulatedClock) -> None:
+    may_open, beginning, may_begin = clock.event(), clock.event(), clock.event()
+    inner, saved = create_autospec(KVStore, instance=True), list[object]()
+
+    def save_slowly(blocks: list[BlockTransfer]) -> Task:
+        saved.append(blocks)
+        beginning.set()
+        may_begin.wait()
+        task = TransferTask(1, clock=clock)
+        task.succeeded(blocks[0].key, "posix", 1)
+        return task
+
+    def make() -> KVStore:
+        may_open.wait()
+        return inner  # type: ignore[no-any-return] # a mock is Any
+
+    inner.save.side_effect = save_slowly
+    store = OpeningStore(make, 60, clock=clock)
+    blocks = [[memory.transfer()] for memory in filled(KEYS[:3], EVEN)]
+    tasks = [store.save(blocks[0]), store.save(blocks[1])]
+    may_open.set()
+    beginning.wait()
+    tasks.append(store.save(blocks[2]))
+    assert not any(task.check() for task in tasks)
+    may_begin.set()
+    assert [list(task.wait().done) for task in tasks] == [[block] for block in KEYS[:3]]
+    assert saved == blocks, "in the order of the calls"
+    store.close()
 
 
 def test_an_open_store_is_the_store_itself(config: StoreConfig, clock: SimulatedClock) -> None:

@@ -77,7 +77,7 @@ def damage(layout: Layout, block: BlockKey) -> None:
     for segment in segments(layout):
         for found, number in segment.blocks():
             if found == block:
-                segment.slot(number)[len(segment.file_of(number, block)) - 1] ^= 1
+                segment.slot(number)[len(segment.file_of(number, block)[0]) - 1] ^= 1
 
 
 def wait_for(clock: SimulatedClock, layout: Layout, keys: list[BlockKey]) -> None:
@@ -89,7 +89,7 @@ def test_both_tiers_have_it(store: KVStore, cached: Layout, kept: Layout) -> Non
     assert all(Path(kept.block(block)).exists() for block in KEYS)
     for segment in segments(cached):
         for block, number in segment.blocks():
-            assert segment.file_of(number, block) == Path(kept.block(block)).read_bytes()
+            assert segment.file_of(number, block)[0] == Path(kept.block(block)).read_bytes()
     assert served_by(store, KEYS) == {"dram"}
     assert list(store.stats()) == ["dram", "posix"]
 
@@ -118,7 +118,7 @@ def test_what_the_cache_lost_comes_from_files_and_returns(
 def test_what_another_engine_has_copied_meanwhile_is_not_written_again(store: KVStore, clock: SimulatedClock) -> None:
     assert isinstance(store, TieredStore)
     before = store.stats()["dram"].saved_blocks
-    store._promoter.promote(KEYS[0])
+    store._promoter.promote(store._guards[1], KEYS[0])
     clock.advance(1.0)
     assert store.stats()["dram"].saved_blocks == before
     assert not store._promoter._waiting

@@ -37,8 +37,8 @@ from ucm.store.memory.slab import PAGE, Slab
 slab = Slab({ROWS} * PAGE, 2)
 slab.lay_out({sum(SIZES)})
 row, _ = slab.claim(0, key(0))
-for number, part in enumerate(slab.memory(row, 0, {SIZES})):
-    part[:] = bytes([number + 1]) * part.nbytes
+memory = slab.memory(row, 0, {sum(SIZES)})
+memory[:] = b"".join(bytes([number + 1]) * nbytes for number, nbytes in enumerate({SIZES}))
 address = slab.address
 print(address.boot, address.pid, address.descriptor, address.inode, address.token.hex(), slab.offset(row), flush=True)
 while sys.stdin.readline():
@@ -86,7 +86,7 @@ def copied(reader: SlabReader, place: int, first: int = 0) -> list[bytes]:
 
 def test_in_the_owners_process_a_reader_maps_nothing(slab: Slab, reader: SlabReader) -> None:
     row, _ = slab.claim(0, KEYS[0]) or pytest.fail("no room")
-    slab.memory(row, 0, SIZES)[0][:] = b"x" * SIZES[0]
+    slab.memory(row, 0, SIZES[0])[:] = b"x" * SIZES[0]
 
     def mappings() -> int:
         with open("/proc/self/maps", encoding="ascii") as lines:  # noqa: PTH123 - a file of the kernel
@@ -169,8 +169,7 @@ def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(
     assert reader.attach(slab.address, 0, {})
     for number in range(2):  # a row is reused for another block through the mapping of its first use
         row, _ = claim(slab, number)
-        for place, layer_slice in enumerate(slab.memory(row, 0, [size, size])):
-            layer_slice[:] = bytes([1 + number + place]) * size
+        slab.memory(row, 0, 2 * size)[:] = bytes([1 + number]) * size + bytes([2 + number]) * size
         slab.filled(row, "posix")
         target = bytearray(b"z" * (2 * size + 2))
         slices = [memoryview(target)[1 : 1 + size], memoryview(target)[1 + size : -1].cast("B", [size])]
@@ -273,7 +272,7 @@ def fill(slab: Slab, *numbers: int) -> list[Row]:
     """Write blocks into rows and hold them."""
     rows = [stage(slab, number) for number in numbers]
     for row in rows:
-        slab.memory(row, 0, [PAGE])[0][:] = b"x" * PAGE
+        slab.memory(row, 0, PAGE)[:] = b"x" * PAGE
     return rows
 
 
@@ -324,7 +323,7 @@ def test_memory_in_use_is_never_given_back(keeping: Slab, clock: SimulatedClock)
         clock.advance(slabs.KEEP_SECONDS)
         keeping.trim()
     assert touched(keeping) == 5
-    assert all(bytes(keeping.memory(row, 0, [PAGE])[0]) == b"x" * PAGE for row in rows)
+    assert all(bytes(keeping.memory(row, 0, PAGE)) == b"x" * PAGE for row in rows)
 
 
 def test_what_rests_in_a_stuck_thread_is_not_given_back_either(keeping: Slab, clock: SimulatedClock) -> None:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -101,9 +102,29 @@ def test_the_evictor_sets_the_figure_right(tmp_path: Path, monkeypatch: pytest.M
     usage.subtract(UNIT)
     assert usage.read() == State(100 * UNIT, None, 6, is_scanned=True)
     monkeypatch.setattr("ucm.store.posix.space._LONGEST", 5)
-    usage.subtract(0)
+    usage.empty()
     assert usage.read() == State(100 * UNIT, None, 0, is_scanned=True)
     usage.close()
+
+
+def test_what_is_written_while_the_tally_is_emptied_counts(
+    config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, late = os.ftruncate, list[int]()
+
+    def slow(descriptor: int, length: int) -> None:
+        if length == 16 and not late:  # not a block's
+            late.append(1)
+            save(store, KEYS[4:5], EVEN)
+        cut(descriptor, length)
+
+    monkeypatch.setattr(posix_space, "_LONGEST", 1)
+    with open_store(replace(config, posix_capacity_bytes=100 * FILE), NAMESPACE, EVEN, clock=clock) as store:
+        monkeypatch.setattr(os, "ftruncate", create_autospec(cut, side_effect=slow))
+        save(store, KEYS[:4], EVEN)
+        clock.run_until(lambda: bool(late))
+        clock.advance(5.0)
+        assert used(store) == 5 * FILE
 
 
 def test_one_is_elected(tmp_path: Path) -> None:

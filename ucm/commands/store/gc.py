@@ -26,7 +26,7 @@ from ucm.store.inspection import damaged_files, left_behind, side_files, stored_
 from ucm.store.memory.directory import in_memory
 from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
-from ucm.store.posix.paths import remove_directory, status_of, unlink
+from ucm.store.posix.paths import remove_directory, status_of, unlink, unlink_if
 
 if TYPE_CHECKING:
     import argparse
@@ -186,19 +186,24 @@ def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, li
     }
 
 
-def _delete(path: str, outcome: Outcome) -> bool:
-    """Delete a file, or an empty directory in a block's place."""
+def _delete(path: str, outcome: Outcome, goes: Callable[[int], bool] = lambda _: True) -> bool:
+    """Delete a file if ``goes`` says so of its time of last use, or an empty directory in a block's place."""
     try:
-        if stat.S_ISDIR(status_of(path).st_mode):
-            remove_directory(path)
+        mode = status_of(path).st_mode
+        if stat.S_ISREG(mode):
+            gone = unlink_if(path, goes)
         else:
-            unlink(path)
+            gone = True
+            (remove_directory if stat.S_ISDIR(mode) else unlink)(path)
     except FileNotFoundError:
         return False
+    except BlockingIOError:  # another process changes its time
+        gone = False
     except OSError as error:
         outcome.failed.append((path, error.strerror or str(error)))
         return False
-    return True
+    outcome.spared += not gone
+    return gone
 
 
 def _deleted(
@@ -218,12 +223,7 @@ def _deleted(
 def _delete_block(block: StoredBlock, until: Order, outcome: Outcome) -> bool:
     if block.slot is not None:
         return delete_slot(*block.slot, block.key)
-    with suppress(FileNotFoundError):
-        status = status_of(block.path)
-        if _order(status.st_mtime_ns, block.key) < until:
-            return _delete(block.path, outcome)
-        outcome.spared += 1
-    return False
+    return _delete(block.path, outcome, lambda used_ns: _order(used_ns, block.key) < until)
 
 
 def _remove_directories(layout: Layout) -> None:

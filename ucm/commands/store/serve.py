@@ -29,6 +29,7 @@ from ucm.store.config import read_secret
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Awaitable, Callable
     from typing import Self
 
     from fastapi import FastAPI
@@ -150,21 +151,25 @@ def application(store: Store, token: str = "") -> FastAPI:
         UcmError: FastAPI is not installed.
     """
     try:
-        from fastapi import Depends, FastAPI, HTTPException, Request  # noqa: PLC0415 - vLLM brings it
+        from fastapi import Depends, FastAPI, Request, Response  # noqa: PLC0415 - vLLM brings it
         from fastapi.responses import JSONResponse  # noqa: PLC0415 - likewise
         from fastapi.security import HTTPBearer  # noqa: PLC0415 - likewise
     except ImportError as error:
         raise UcmError(
             f"FastAPI cannot be imported: {error}", fix="run this in the environment that serves the model"
         ) from error
-    bearer = Depends(HTTPBearer(auto_error=False))
+    bearer = HTTPBearer(auto_error=False)
+    # A dependency describes the token in /openapi.json, but it would be checked after the body was read.
+    app = FastAPI(title="UCM store", docs_url=None, redoc_url=None, dependencies=[Depends(bearer)])
 
-    def authenticate(given: Any = bearer) -> None:  # FastAPI cannot resolve a class that is local here
+    @app.middleware("http")
+    async def authenticate(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = await bearer(request)
         said = "" if given is None else given.credentials
         if token and not hmac.compare_digest(said.encode(), token.encode()):
-            raise HTTPException(401, "the bearer token is wrong or missing", {"WWW-Authenticate": "Bearer"})
-
-    app = FastAPI(title="UCM store", docs_url=None, redoc_url=None, dependencies=[Depends(authenticate)])
+            wrong = {"detail": "the bearer token is wrong or missing"}
+            return JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
+        return await answer(request)
 
     @app.exception_handler(UcmError)
     def refuse(_: Request, error: UcmError) -> JSONResponse:

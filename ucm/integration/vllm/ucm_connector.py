@@ -172,6 +172,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
                 where="blend",
                 fix="use BlendConnector, from ucm.integration.vllm.blend_connector; or remove the section",
             )
+        if found.kv_head_shards and cls.blends:
+            raise ConfigError(
+                f"{cls.__name__} stores each rank's part of a chunk as it is",
+                where="kv_head_shards",
+                fix="remove it, or use UCMConnector",
+            )
         return found
 
     @property

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ucm.compat import optional
 from ucm.engine_process import connector, model_config
 from ucm.errors import UcmError
-from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
+from ucm.hashing.rank_geometry import Parallelism
 from ucm.hashing.request_hasher import RequestHasher
+from ucm.integration.vllm.connector.kv_cache import divided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -90,8 +91,8 @@ class StoredGroup:
     Args:
         group: The group.
         namespace: The namespace of its blocks.
-        geometry: The geometry of a block in an engine of one rank.
-        ranks: The namespaces of all ranks' blocks of the group.
+        geometry: The geometry of a block in an engine of one rank, or of one of its slices of KV heads.
+        ranks: The namespaces of all ranks' blocks of the group, or of all slices of them.
     """
 
     group: CacheGroup
@@ -157,7 +158,7 @@ def describe_engine(
         one = _of_one_rank(config, model, extra_config, engine_args or {})
     core = _started(one)
     try:
-        return _facts(core, one, kind) if one is config else _facts_of_ranks(core, config, kind)
+        return _facts(core, kind) if one is config else _facts_of_ranks(core, config, kind)
     finally:
         core.shutdown()
         _forget_worker_connector()
@@ -180,15 +181,6 @@ def _of_one_rank(config: Any, model: Path, extra_config: Mapping[str, Any], engi
             fix="none is known; engines with tensor parallelism alone are served",
         )
     return one
-
-
-def _of_each(spec: Any, sizes: Parallelism) -> Any:
-    """Return the ``KVCacheSpec`` of each of several ranks, given that of one rank alone."""
-    inner = optional(spec, "kv_cache_specs")
-    if inner is not None:
-        return dataclasses.replace(spec, kv_cache_specs={name: _of_each(one, sizes) for name, one in inner.items()})
-    heads = optional(spec, "num_kv_heads")
-    return spec if heads is None else dataclasses.replace(spec, num_kv_heads=max(1, heads // sizes.tp))
 
 
 def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
@@ -296,21 +288,19 @@ def _executor_class() -> Any:
     return WeightlessExecutor
 
 
-def _facts(core: Any, config: Any, device: str) -> EngineFacts:
+def _facts(core: Any, device: str) -> EngineFacts:
     from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415 - ucm imports without vLLM
 
     # The two sides are private to the connector, because vLLM's API has no call for this.
     scheduler_side = core.scheduler.connector._scheduler  # noqa: SLF001
     memories = get_kv_transfer_group()._worker._memories  # noqa: SLF001
     namespace = _namespace_of(scheduler_side)
+    tags = scheduler_side._tags  # noqa: SLF001
     stored = tuple(
-        StoredGroup(
-            memory.group,
-            f"{namespace}/{rank_tag(config, memory.group.index, spec=memory.group.spec)}",
-            memory.geometry,
-            tuple(f"{namespace}/{tag}" for tag in rank_tags(config, memory.group.index, spec=memory.group.spec)),
-        )
+        StoredGroup(memory.group, names[0], memory.geometry, names)
         for memory in memories
+        if not memory.group.place
+        for names in [tuple(f"{namespace}/{tag}" for tag in tags[memory.group.index])]
     )
     keys = scheduler_side._keys  # noqa: SLF001
     new_request = _request_factory(optional(core, "request_block_hasher"))
@@ -324,20 +314,20 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
     )
 
     # First, so that the weights' files are read once: the other connector finds their digests.
-    alone = _facts(core, core.vllm_config, device)
+    alone = _facts(core, device)
     sizes, of_one = Parallelism.of(config), core.scheduler.kv_cache_config
     groups = [
-        dataclasses.replace(group, kv_cache_spec=_of_each(group.kv_cache_spec, sizes))
+        dataclasses.replace(group, kv_cache_spec=divided(group.kv_cache_spec, sizes.tp))
         for group in of_one.kv_cache_groups
     ]
-    divided = dataclasses.replace(of_one, kv_cache_groups=groups)
-    connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, divided)
+    of_ranks = dataclasses.replace(of_one, kv_cache_groups=groups)
+    connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, of_ranks)
     try:
         scheduler_side = connector._scheduler  # noqa: SLF001 - see above
         namespace = _namespace_of(scheduler_side)
         stored = []
         for one in alone.stored:
-            ranks = [f"{namespace}/{tag}" for tag in rank_tags(config, one.group.index, spec=one.group.spec)]
+            ranks = [f"{namespace}/{tag}" for tag in scheduler_side._tags[one.group.index]]  # noqa: SLF001
             stored.append(dataclasses.replace(one, namespace=ranks[0], ranks=tuple(ranks)))
         new_request = _request_factory(optional(core, "request_block_hasher"))
         return EngineFacts(namespace, device, tuple(stored), EngineHasher(scheduler_side._keys, new_request))  # noqa: SLF001

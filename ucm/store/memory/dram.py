@@ -113,16 +113,17 @@ class DramTier(Tier):
         (place,) = self._places([key])
         if place is None:
             raise self._missing(key)
+        segment, number = place
         try:
-            content = place[0].file_of(
-                place[1], key, None if self._is_private else self._authenticator, namespace=self._layout.namespace
-            )
+            return segment.file_of(
+                number,
+                key,
+                None if self._is_private else self._authenticator,
+                namespace=self._layout.namespace,
+                geometry=self._codec.geometry if self._codec is not None else None,
+            )[0]
         except StoreError as error:
             raise self._refused(place, key, error) from error
-        refusal = None if self._codec is None else self._codec.check(content, key)
-        if refusal is not None:
-            raise self._refused(place, key, refusal)
-        return content
 
     def has(self, key: BlockKey) -> bool:
         """Return whether a block exists; also by what its segment says, so that one just deleted is stored again."""

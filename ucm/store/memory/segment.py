@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey, BlockMissingError
-from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, scatter, verify
+from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, check_geometry, decode, header_nbytes, scatter, verify
 from ucm.store.posix.layout import owner_name, unlink_private
 from ucm.store.posix.paths import list_directory, make_directory, open_file, rename, status_of, unlink
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import Buffer
+    from ucm.store.base import BlockGeometry, Buffer
     from ucm.store.format import BlockHeader
     from ucm.store.posix.layout import Layout
     from ucm.store.posix.leases import LeaseRules
@@ -343,28 +343,30 @@ class Segment:
         authenticator: Authenticator | None = None,
         *,
         namespace: str | None = None,
+        geometry: BlockGeometry | None = None,
         any_key: bool = False,
-    ) -> Buffer:
-        """Return a copy of a stored block, header and layer slices, checked against its own header; see ``verify``.
+    ) -> tuple[Buffer, BlockHeader]:
+        """Return a copy of a stored block, checked against its own header, and this; see ``verify``.
 
         Raises:
             BlockMissingError: The slot has another block by now.
             BlockCorruptError: Bytes were changed.
-            BlockForeignError: The block has another key than the table says, another namespace, or another format
-                version.
+            BlockForeignError: The block has another key than the table says, another namespace or geometry than
+                expected, or another format version.
         """
         slot = self.slot(number)
         try:
             nbytes = decode(bytes(slot[: min(header_nbytes(bytes(slot[:UNIT])), slot.nbytes)])).file_nbytes
             content = aligned_buffer(min(nbytes, slot.nbytes))
             scatter(slot[: content.nbytes], [content])
-            verify(content, key, authenticator, namespace=namespace, any_key=any_key)
+            header = verify(content, key, authenticator, namespace=namespace, any_key=any_key)
+            check_geometry(header, geometry)
         except (BlockCorruptError, BlockForeignError) as error:
             if not (self.is_current() and self.holds(number, key)):
                 raise BlockMissingError(f"block {key.hex()} was deleted meanwhile", where=self.path) from error
             error.where = self.path
             raise
-        return content
+        return content, header
 
     def close(self) -> None:
         """Close the file and drop the lock; the memory stays mapped while it is in use."""
@@ -402,7 +404,7 @@ def segments(layout: Layout) -> Iterator[Segment]:
 def check_slot(path: str, number: int, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:
     """Check a block against its own header and, if it is authenticated by this key, the tags."""
     with _opened(path, key) as segment:
-        return verify(segment.file_of(number, key), key, authenticator, any_key=True)
+        return segment.file_of(number, key, authenticator, any_key=True)[1]
 
 
 def delete_slot(path: str, number: int, key: BlockKey) -> bool:

@@ -31,7 +31,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from ucm.clock import SYSTEM
-from ucm.store.base import StoreError, StoreUnavailableError, TransferTask
+from ucm.store.base import StoreError, StoreUnavailableError, Task, TransferTask
 from ucm.store.format import checksum, scatter
 from ucm.store.health import Pool
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.clock import Clock, Queue
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore, TaskResult
 
 PAGE = 4096
 #: The size reserved for a rank's record and report, in bytes.
@@ -82,6 +82,31 @@ def jobs_of(jobs: Queue[Callable[[], None] | None], slab: Slab | None) -> Iterat
             return
         yield job
         del job  # with the memory that it refers to
+
+
+def start_load(store: KVStore, blocks: Sequence[BlockTransfer]) -> Task:
+    """Start to load blocks into rows. If the store raises, so does the task: it may write to the rows all the same."""
+    try:
+        return store.load(blocks)
+    except Exception as error:  # noqa: BLE001 - whoever waits for the task receives it
+        return _RaisedTask(error)
+
+
+class _RaisedTask(Task):
+    """A load that its store may or may not have begun.
+
+    Args:
+        error: What the store raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> TaskResult:
+        raise self._error
+
+    def check(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,20 +233,16 @@ class Slab:
         """Return the offset of a row in the slab."""
         return self._begin + row.number * self._row_bytes
 
-    def memory(self, row: Row, share: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the memory of a rank's layer slices of a block.
+    def memory(self, row: Row, share: int, nbytes: int) -> Buffer:
+        """Return the memory of a rank's part of a block.
 
         Args:
             row: The block's row.
             share: The offset of the rank's part within the row.
-            sizes: The sizes of the layer slices in bytes.
+            nbytes: The size of the part.
         """
         at = self.offset(row) + share
-        found = []
-        for size in sizes:
-            found.append(self._memory[at : at + size])
-            at += size
-        return found
+        return self._memory[at : at + nbytes]
 
     def whole(self) -> memoryview:
         """Return all of the slab's memory, read-only."""
@@ -470,7 +491,7 @@ class SlabReader:
         self, task: TransferTask, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]
     ) -> None:
         for block, place, tier in zip(blocks, places, tiers, strict=True):
-            nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
+            nbytes = block.nbytes
             failure: StoreError | None = None
             try:
                 if self._memory is None:

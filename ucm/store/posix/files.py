@@ -23,7 +23,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ucm.store.base import (
-    BlockForeignError,
     BlockMissingError,
     BlockUnreadableError,
     StoreError,
@@ -35,6 +34,7 @@ from ucm.store.format import (
     UNIT,
     aligned_buffer,
     beyond,
+    check_geometry,
     check_place,
     checked,
     decode,
@@ -45,8 +45,9 @@ from ucm.store.format import (
     scatter,
     uncompress,
 )
-from ucm.store.posix.layout import is_quarantined, owner_name
+from ucm.store.posix.layout import is_quarantined, owner_name, unlink_private
 from ucm.store.posix.paths import (
+    NewFile,
     NotAFileError,
     list_directory,
     make_directory,
@@ -62,10 +63,9 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.format import BlockHeader, HeaderCodec
     from ucm.store.posix.layout import Layout
-    from ucm.store.posix.paths import NewFile
     from ucm.store.posix.tier import Directory
 
     T = TypeVar("T")
@@ -185,18 +185,20 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
     """
     if not directory.reads.allows():
         raise directory.reads.refusal(directory.layout.root)
-
-    def read() -> tuple[int, StoreError | None]:
-        direct = directory.direct_io  # another thread may switch it off meanwhile
+    direct = directory.direct_io  # another thread may switch it off meanwhile
+    try:
         try:
-            return _read(path, codec, block, direct=direct)
+            used, refusal = _read(path, codec, block, direct=direct)
         except OSError as error:
             if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
                 raise
             directory.no_direct_io(error)
-            return _read(path, codec, block, direct=False)
-
-    used, refusal = _attempt(directory, block.key, path, read)
+            used, refusal = _read(path, codec, block, direct=False)
+    except OSError as error:
+        raise _failure(directory, block.key, path, error) from error
+    except StoreError as error:
+        error.where = path
+        raise
     directory.reads.succeeded()
     if refusal is not None:
         refusal.where = path
@@ -206,16 +208,16 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
 
 def read_file(
     directory: Directory,
-    codec: HeaderCodec | None,
+    geometry: BlockGeometry | None,
     key: BlockKey,
     path: str,
     authenticator: Authenticator | None = None,
 ) -> Buffer:
-    """Return a block's whole file, decompressed, verified against its own header and, if there is one, the codec.
+    """Return a block's whole file, decompressed, verified against its own header.
 
     Args:
         directory: The directory that it is in.
-        codec: The codec of the blocks; None: of any geometry.
+        geometry: The expected geometry; None: any.
         key: The block's key.
         path: Its file.
         authenticator: Authenticates blocks; None: they have checksums alone.
@@ -225,11 +227,7 @@ def read_file(
     """
 
     def read(descriptor: int, header: BlockHeader, pieces: Iterator[Buffer]) -> Buffer:
-        if codec is not None and (header.slice_sizes, header.fingerprint) != (
-            codec.geometry.slice_sizes,
-            codec.geometry.fingerprint,
-        ):
-            raise BlockForeignError("the block has another geometry")
+        check_geometry(header, geometry)
         begin = bytearray(_pread(descriptor, header.nbytes))
         uncompress(begin)
         content = aligned_buffer(header.file_nbytes)
@@ -238,7 +236,13 @@ def read_file(
         return content
 
     namespace = directory.layout.namespace
-    return _attempt(directory, key, path, lambda: _with_header(path, key, read, authenticator, namespace=namespace))
+    try:
+        return _with_header(path, key, read, authenticator, namespace=namespace)
+    except OSError as error:
+        raise _failure(directory, key, path, error) from error
+    except StoreError as error:
+        error.where = path
+        raise
 
 
 def read_header(path: str) -> BlockHeader:
@@ -289,23 +293,17 @@ def read_body(path: str, key: BlockKey) -> bytes:
     return _with_header(path, key, read, None)
 
 
-def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], T]) -> T:
-    """Read a block, and distinguish failures of the medium from those of one block."""
-    try:
-        return read()
-    except FileNotFoundError:
+def _failure(directory: Directory, key: BlockKey, path: str, error: OSError) -> StoreError:
+    """Return the error of a block that cannot be read, which may be the block's or the medium's."""
+    if isinstance(error, FileNotFoundError):
         if directory.reads.probing:
             directory.reads.succeeded()  # the medium answers
-        raise BlockMissingError(f"block {key.hex()} is not in the store", where=path) from None
-    except NotAFileError as error:
-        raise BlockUnreadableError("there is something else in the block's place", where=path) from error
-    except OSError as error:
-        if error.errno in _OF_ONE_FILE:
-            raise BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=path) from error
-        raise directory.read_failed(error, path) from error
-    except StoreError as error:
-        error.where = path
-        raise
+        return BlockMissingError(f"block {key.hex()} is not in the store", where=path)
+    if isinstance(error, NotAFileError):
+        return BlockUnreadableError("there is something else in the block's place", where=path)
+    if error.errno in _OF_ONE_FILE:
+        return BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=path)
+    return directory.read_failed(error, path)
 
 
 def _with_header(
@@ -328,6 +326,9 @@ def _with_header(
             return memory[: read_into(descriptor, [memory], at, nbytes)]
 
         return use(descriptor, header, header.pieces(read, status.st_size))
+    except StoreError as error:
+        error.file = status.st_dev, status.st_ino
+        raise
     finally:
         os.close(descriptor)
 
@@ -342,7 +343,9 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) 
             sound = _is_sound_compressed(descriptor, codec, block, status.st_size, direct=direct)
         if sound:
             return status.st_mtime_ns, None
-        return status.st_mtime_ns, _refusal(descriptor, codec, block, status.st_size, direct=direct)
+        refusal = _refusal(descriptor, codec, block, status.st_size, direct=direct)
+        refusal.file = status.st_dev, status.st_ino
+        return status.st_mtime_ns, refusal
     finally:
         os.close(descriptor)
 
@@ -351,7 +354,8 @@ def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, dire
     """Read a file of the right length; return False if anything in it differs from what was stored."""
     read = read_direct if direct else read_into
     slices, first = block.slices, block.first_slice
-    begin, end = codec.offsets[first], codec.offsets[first + len(slices)]
+    begin = codec.offsets[first]
+    end = begin + block.nbytes
     header = bytearray(codec.nbytes)
     if first == 0:
         if read(descriptor, [header, *slices], 0, end) != end:
@@ -413,13 +417,13 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     if not directory.writes.allows():
         raise directory.writes.refusal(directory.layout.root)
     where = directory.layout.temporary
-    file: NewFile | None = None
+    file, published = None, False
     try:
         file = _write(directory, pieces, nbytes_of(pieces))
         where = directory.layout.block(key)
         with suppress(FileExistsError):
             directory.publish(file, key)
-            file = None
+            published = True
     except StoreFullError:  # the evictor is behind, which is no failure of the medium
         directory.writes.succeeded()
         raise
@@ -430,7 +434,7 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
         raise failure from error
     finally:
         if file is not None:
-            file.unlink()
+            file.close(deletes=not published)
     directory.writes.succeeded()
 
 
@@ -470,7 +474,15 @@ def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: i
 
 def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, *, direct: bool) -> NewFile:
     flags = os.O_WRONLY | os.O_DIRECT if direct else os.O_WRONLY
-    descriptor, file = directory.with_directories(partial(directory.new_file, owner_name(), flags))
+    path, descriptor = f"{directory.layout.temporary}/{owner_name()}", -1
+    try:
+        descriptor = directory.with_directories(partial(directory.layout.new_file, path, flags))
+        file = NewFile(descriptor)
+    except OSError:
+        if descriptor >= 0:
+            os.close(descriptor)
+        unlink_private(path)  # also where the file system refuses O_DIRECT, Linux has made it
+        raise
     try:
         try:
             directory.with_directories(partial(_reserve, directory, descriptor, nbytes))
@@ -485,7 +497,7 @@ def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbyte
         finally:
             os.close(descriptor)  # where a network file system may report that it could not write
     except BaseException:
-        file.unlink()
+        file.close(deletes=True)
         raise
     return file
 
@@ -537,10 +549,13 @@ def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> b
         keep: How many quarantined files to keep; the oldest are deleted.
 
     Returns:
-        Whether the block is out of the way, also if it was gone already.
+        Whether the block is out of the way, also if it was gone already, or another process has replaced it.
     """
     path = layout.block(key)
     try:
+        found = status_of(path)
+        if error.file not in {None, (found.st_dev, found.st_ino)}:
+            return True
         make_directory(layout.quarantine, layout.group)
         rename(path, f"{layout.quarantine}/{time.time_ns()}-{key.hex()}-{error.cause}")
     except FileNotFoundError:

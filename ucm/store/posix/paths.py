@@ -19,13 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from ucm.clock import Clock
 
     Open = Callable[[str, int, int], int]
 
@@ -41,8 +38,6 @@ _HOW = struct.Struct("=QQQ")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: A parent directory need not be readable to access an entry by name.
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: How long an idle directory stays open, in seconds.
-_KEPT_SECONDS = 1.0
 #: Errors of opening a path that is no regular file, or that passes through something other than a directory.
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
 #: Errors of a file system without locks.
@@ -53,132 +48,42 @@ class NotAFileError(OSError):
     """The path leads to something other than a regular file: a symbolic link, a directory, a FIFO, a device."""
 
 
-class KeptDirectory:
-    """A directory that stays open for a moment, so that not every file in it costs a walk from the root.
-
-    Its path is resolved like that of any other file. Before a file is made in it, one call checks that the path still
-    leads to it, because a directory above may have been renamed, deleted or replaced. Methods may be called from any
-    thread; a thread that uses the directory keeps it open.
-
-    Args:
-        path: The path of the directory.
-        clock: What the moment passes by.
-    """
-
-    def __init__(self, path: str, *, clock: Clock = SYSTEM) -> None:
-        self._path = path
-        self._clock = clock
-        self._open: _Kept | None = None
-
-    def new_file(self, name: str, flags: int, mode: int, group: int | None) -> tuple[int, NewFile]:
-        """Make a new file; return its descriptor and the file.
-
-        Args:
-            name: The file's name in this directory.
-            flags: As for ``os.open``.
-            mode: As for ``open_file``.
-            group: As for ``open_file``.
-
-        Raises:
-            OSError: The file cannot be made, or exists already.
-        """
-        folder = self._open
-        if folder is None or not self._leads_to(folder):
-            folder = self._resolve()
-        flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # this makes a regular file or fails
-        file = NewFile(folder, name)
-        try:
-            descriptor = os.open(name, flags, mode, dir_fd=folder.number)
-        except FileExistsError:
-            raise
-        except OSError:
-            file.unlink()  # Linux has made it where the file system refuses O_DIRECT
-            raise
-        if group is not None:
-            try:
-                _share(descriptor, os.fstat(descriptor), mode, group)
-            except OSError:
-                os.close(descriptor)
-                file.unlink()
-                raise
-        return descriptor, file
-
-    def receive(self, file: NewFile, inner: str, name: str) -> bool:
-        """Move a file into a subdirectory of this one.
-
-        Args:
-            file: A file in any directory on the same file system.
-            inner: The name of the subdirectory.
-            name: The file's name in the subdirectory.
-
-        Returns:
-            Whether this directory's path leads to the moved file; False if a directory above was renamed or deleted
-            just now: then the path is resolved again next time.
-
-        Raises:
-            FileExistsError: There is one of this name.
-            OSError: The file cannot be moved; it stays where it was.
-        """
-        above = self._open or self._resolve()
-        try:
-            file.move(_Descriptor(os.open(inner, _PARENT, dir_fd=above.number)), name)
-            leads = self._leads_to(above)
-        except OSError:
-            self._open = None
-            raise
-        if not leads:
-            self._open = None
-        return leads
-
-    def let_go(self, *, old: bool = False) -> None:
-        """Resolve the path again next time; with ``old``, only if it was resolved more than a second ago."""
-        found = self._open
-        if found is not None and not (old and self._clock.monotonic() < found.until):
-            self._open = None
-
-    def _resolve(self) -> _Kept:
-        found = self._open = _Kept(_open()(self._path, _PARENT, 0), self._clock.monotonic() + _KEPT_SECONDS)
-        return found
-
-    def _leads_to(self, folder: _Kept) -> bool:
-        try:
-            status = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - a text
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == folder.identity
-
-
 class NewFile:
-    """A file that no other process knows; it is found even if its directory is renamed.
+    """A file that no other process knows; it is found even if a directory above it is renamed.
 
     Args:
-        folder: The file's directory.
-        name: The file's name in the directory.
+        descriptor: The file. Close it, to learn what could not be written; this keeps another descriptor of it.
     """
 
-    def __init__(self, folder: _Descriptor, name: str) -> None:
-        self._folder = folder
-        self._name = name
+    def __init__(self, descriptor: int) -> None:
+        self._number = os.dup(descriptor)
+        self._link = f"/proc/self/fd/{self._number}"
 
-    def move(self, folder: _Descriptor, name: str) -> None:
-        """Move the file to another directory and name.
+    def move(self, path: str) -> None:
+        """Move the file to another path.
 
         Raises:
-            FileExistsError: There is one of this name.
+            FileExistsError: There is one.
+            FileNotFoundError: There is no such directory, or it was renamed or deleted just now.
             OSError: The file cannot be moved.
         """
-        rename_new(self._name, name, self._folder.number, folder.number)
-        self._folder, self._name = folder, name
+        with _inside(path) as (into, name):
+            rename_new(os.readlink(self._link), name, _AT_FDCWD, into)  # noqa: PTH115 - a text
+            there = os.stat(path.rpartition("/")[0], follow_symlinks=False)  # noqa: PTH116 - a text
+            if not os.path.samestat(there, os.fstat(into)):
+                raise FileNotFoundError(errno.ENOENT, "its directory was renamed or deleted", path)
 
     def touch(self) -> None:
         """Set the file's time of last use to now, if it is still there."""
         with suppress(OSError):
-            os.utime(self._name, dir_fd=self._folder.number)
+            os.utime(self._number)
 
-    def unlink(self) -> None:
-        """Delete the file if possible; no other process does so while this one lives."""
-        with suppress(OSError):
-            os.unlink(self._name, dir_fd=self._folder.number)
+    def close(self, *, deletes: bool) -> None:
+        """Forget the file, or delete it if possible; no other process does so while this one lives."""
+        if deletes:
+            with suppress(OSError):
+                unlink(os.readlink(self._link))  # noqa: PTH115 - a text
+        os.close(self._number)
 
 
 def rename_new(source: str, target: str, folder: int, new_folder: int) -> None:
@@ -187,9 +92,9 @@ def rename_new(source: str, target: str, folder: int, new_folder: int) -> None:
     Where the file system cannot do that in one step, as NFS and CephFS, another process may be faster in between.
 
     Args:
-        source: The file's name.
+        source: The file's name or path.
         target: Its new name.
-        folder: A descriptor of its directory.
+        folder: A descriptor of its directory; ignored for a path.
         new_folder: A descriptor of its new directory.
 
     Raises:
@@ -216,30 +121,6 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     found: Callable[[int, bytes, int, bytes, int], int] = function
     return found
-
-
-class _Descriptor:
-    """An open directory, closed when it is no longer referenced."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        os.close(self.number)
-
-
-class _Kept(_Descriptor):
-    """An open directory with its device and inode, and the time until which it is kept while unused."""
-
-    __slots__ = ("identity", "until")
-
-    def __init__(self, number: int, until: float) -> None:
-        super().__init__(number)
-        status = os.fstat(number)
-        self.identity = status.st_dev, status.st_ino
-        self.until = until
 
 
 def open_file(path: str, flags: int, mode: int = 0, group: int | None = None) -> tuple[int, os.stat_result]:
@@ -316,11 +197,8 @@ def status_of(path: str) -> os.stat_result:
     Raises:
         OSError: There is no such entry, or a part of the path before its name is a symbolic link.
     """
-    folder, name = _split(path)
-    try:
+    with _inside(path) as (folder, name):
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
-    finally:
-        os.close(folder)
 
 
 def list_directory(path: str) -> list[tuple[str, os.stat_result]]:
@@ -419,15 +297,16 @@ def unlink(path: str) -> None:
     Raises:
         OSError: The file cannot be deleted; directories are never deleted.
     """
-    folder, name = _split(path)
-    try:
+    with _inside(path) as (folder, name):
         os.unlink(name, dir_fd=folder)
-    finally:
-        os.close(folder)
 
 
-def unlink_unused(path: str, used_ns: int) -> bool:
-    """Delete a file unless its time of last use has changed.
+def unlink_if(path: str, goes: Callable[[int], bool]) -> bool:
+    """Delete a file because of its time of last use, which nobody changes meanwhile.
+
+    Args:
+        path: The file.
+        goes: Whether a file with this time is to be deleted, in nanoseconds since the epoch.
 
     Returns:
         Whether the file was deleted.
@@ -437,7 +316,7 @@ def unlink_unused(path: str, used_ns: int) -> bool:
         OSError: The file cannot be deleted.
     """
     with _held(path, fcntl.LOCK_SH) as (_, status):
-        if status.st_mtime_ns != used_ns:
+        if not goes(status.st_mtime_ns):
             return False
         unlink(path)
     return True
@@ -449,11 +328,8 @@ def remove_directory(path: str) -> None:
     Raises:
         OSError: The directory cannot be deleted.
     """
-    folder, name = _split(path)
-    try:
+    with _inside(path) as (folder, name):
         os.rmdir(name, dir_fd=folder)
-    finally:
-        os.close(folder)
 
 
 def rename(source: str, target: str) -> None:
@@ -462,15 +338,8 @@ def rename(source: str, target: str) -> None:
     Raises:
         OSError: It cannot be renamed.
     """
-    first, name = _split(source)
-    try:
-        second, new = _split(target)
-        try:
-            os.rename(name, new, src_dir_fd=first, dst_dir_fd=second)
-        finally:
-            os.close(second)
-    finally:
-        os.close(first)
+    with _inside(source) as (folder, name), _inside(target) as (into, new):
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=into)
 
 
 def make_directory(path: str, group: int | None = None) -> None:
@@ -480,8 +349,7 @@ def make_directory(path: str, group: int | None = None) -> None:
         NotADirectoryError: Something else is there, for instance a symbolic link.
         OSError: The directory cannot be made.
     """
-    folder, name = _split(path)
-    try:
+    with _inside(path) as (folder, name):
         try:
             os.mkdir(name, DIRECTORY_MODE, dir_fd=folder)
         except FileExistsError:
@@ -495,8 +363,6 @@ def make_directory(path: str, group: int | None = None) -> None:
                 os.fchmod(made, SHARED_DIRECTORY_MODE)
             finally:
                 os.close(made)
-    finally:
-        os.close(folder)
 
 
 def distrust(status: os.stat_result, group: int | None) -> str:
@@ -566,9 +432,15 @@ def file_system_of(path: str) -> str:
     return found
 
 
-def _split(path: str) -> tuple[int, str]:
+@contextmanager
+def _inside(path: str) -> Iterator[tuple[int, str]]:
+    """Open the directory of an entry; return its descriptor, and the entry's name."""
     folder, _, name = path.rpartition("/")
-    return _open()(folder or "/", _PARENT, 0), name
+    descriptor = _open()(folder or "/", _PARENT, 0)
+    try:
+        yield descriptor, name
+    finally:
+        os.close(descriptor)
 
 
 @cache

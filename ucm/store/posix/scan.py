@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ucm.clock import SYSTEM
 from ucm.salts import TAG_BYTES
 from ucm.store.posix.layout import buckets, is_quarantined, is_stale, key_of, namespaces
-from ucm.store.posix.paths import list_directory, unlink, unlink_unused
+from ucm.store.posix.paths import list_directory, unlink, unlink_if
 from ucm.store.shares import OTHERS, Shares, Turns
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def evict(
     count = freed = 0
     for file in _oldest(root, found, nbytes, _Order(found, leases, most_pinned, shares, clock), clock):
         try:
-            if not unlink_unused(file.path, file.used_ns):
+            if not unlink_if(file.path, file.used_ns.__eq__):
                 continue
         except FileNotFoundError:
             freed += file.nbytes  # the file was in the scan, so another evictor deleted it

@@ -11,9 +11,9 @@ atomic, so the file's length shows what all processes have written, and no write
 the limit themselves: they wait briefly for room and then drop blocks.
 
 The process that holds a lock on the file (``flock``) is the root's evictor, for all tiers of all engines and ranks that
-use it. It scans the root from time to time, deletes files of dead processes and the least recently used blocks,
-subtracts the deleted bytes, and empties the tally when it has grown long; what is appended within the microseconds of
-that, once in 4 GiB, counts from the next scan on. The kernel releases the lock when the process ends.
+use it. It scans the root from time to time, deletes files of dead processes and the least recently used blocks, and
+subtracts the deleted bytes. Before a scan it empties a tally that has grown long, to 4 GiB of writes: what is appended
+within the microseconds of that is found by the scan. The kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -201,20 +201,29 @@ class Usage:
         os.pwrite(self._lock, head, 0)
 
     def subtract(self, nbytes: int) -> None:
-        """Subtract bytes that the evictor has deleted, and empty a long tally.
+        """Subtract bytes that the evictor has deleted.
 
         Raises:
             OSError: The file cannot be written.
         """
         state = _state(self._lock, os.fstat(self._lock).st_size)
-        if state is None:
-            return
-        long = state.tally > _LONGEST
-        base = state.nbytes - nbytes - (0 if long else state.tally * UNIT)
-        # In the opposite order, writers would see too much room for a moment.
-        os.pwrite(self._lock, base.to_bytes(8, "little", signed=True), 0)
-        if long:
+        if state is not None:
+            self._set_base(state.nbytes - nbytes - state.tally * UNIT)
+
+    def empty(self) -> None:
+        """Empty a long tally, before a scan that finds what is appended meanwhile.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        state = _state(self._lock, os.fstat(self._lock).st_size)
+        if state is not None and state.tally > _LONGEST:
+            # In the opposite order, writers would see too much room for a moment.
+            self._set_base(state.nbytes)
             os.ftruncate(self._lock, _HEAD.size)
+
+    def _set_base(self, nbytes: int) -> None:
+        os.pwrite(self._lock, nbytes.to_bytes(8, "little", signed=True), 0)
 
     def close(self) -> None:
         """Release the lock, so that another process can evict."""
@@ -435,7 +444,6 @@ class _Root:
         self._leases = directory.leases
 
     def close(self) -> None:
-        self._directory.let_go()
         self._usage.close()
 
     def look(self, now: float) -> float:
@@ -444,7 +452,6 @@ class _Root:
         Raises:
             OSError: The root cannot be reached.
         """
-        self._directory.let_go(old=True)
         if self._next_mend is None:
             self._next_mend = now + _FIRST_SECONDS
         if now >= self._next_mend:
@@ -473,8 +480,6 @@ class _Root:
             state = self._scan(state)
         elif limit is not None and self._found.files:
             state, _ = self._make_room(state, self._found, limit)
-        else:
-            self._usage.subtract(0)
         return self._pause(state, now)
 
     def _between_scans(self, state: State) -> float:
@@ -501,6 +506,8 @@ class _Root:
         """Scan the root and delete excess blocks."""
         directory = self._directory
         span_ends = used_until(self._clock.time(), directory.touch_seconds, 0)
+        self._usage.empty()
+        before = self._read() or before
         found = scan(directory.layout.root, clock=self._clock)
         limit = self._limit(before)
         self._in_vain = False

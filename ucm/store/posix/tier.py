@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -27,7 +26,6 @@ from ucm.store.posix.files import quarantine, read_block, read_file, store_error
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import (
-    KeptDirectory,
     distrust,
     file_system_of,
     group_id,
@@ -121,8 +119,6 @@ class Directory:
         check_root(root, config.trusted_group)
         _check_namespace(self.layout)
         self.layout.keep_identity()
-        self._base = KeptDirectory(self.layout.base, clock=clock)
-        self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
         self._taking = clock.lock()  # held while the tally is read
         self._is_patient = True
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
@@ -176,14 +172,6 @@ class Directory:
                 self._is_patient = True
                 return
 
-    def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
-        """Make a temporary file; return its descriptor and the file.
-
-        Raises:
-            OSError: The file cannot be made.
-        """
-        return self._temporary.new_file(name, flags, self.layout.file_mode, self.layout.group)
-
     def publish(self, file: NewFile, key: BlockKey) -> None:
         """Rename a temporary file to its block's name.
 
@@ -193,8 +181,7 @@ class Directory:
             FileExistsError: The block is there.
             OSError: The file cannot be renamed.
         """
-        block = key.hex()
-        self.with_directories(partial(self._publish, file, block[:2], block[2:]))
+        self.with_directories(partial(self._publish, file, self.layout.block(key)))
 
     def with_directories(self, call: Callable[[], T]) -> T:
         """Call a function that needs the namespace's directories, and make missing ones.
@@ -212,24 +199,14 @@ class Directory:
                     self._make()
         return call()
 
-    def _publish(self, file: NewFile, bucket: str, name: str) -> None:
+    def _publish(self, file: NewFile, path: str) -> None:
         try:
-            there = self._base.receive(file, bucket, name)
-        except OSError as error:
-            # The bucket is missing, or the path no longer leads to the open directory.
-            if error.errno not in {errno.ENOENT, errno.EXDEV}:
-                raise
-            make_directory(f"{self.layout.base}/{bucket}", self.layout.group)
-            there = self._base.receive(file, bucket, name)
-        if not there:
-            raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted", self.layout.base)
+            file.move(path)
+        except FileNotFoundError:
+            make_directory(path.rpartition("/")[0], self.layout.group)
+            file.move(path)
         if self._touches:
             file.touch()
-
-    def let_go(self, *, old: bool = False) -> None:
-        """Close the directories kept open for writing; with ``old``, only those open for long."""
-        for directory in (self._base, self._temporary):
-            directory.let_go(old=old)
 
     def read_failed(self, error: OSError, path: str) -> StoreError:
         """Note that a file could not be read, and return the error."""
@@ -334,8 +311,6 @@ _OF_THE_BLOCK = (BlockCorruptError, BlockForeignError, BlockUnreadableError)
 _COARSEST = 1_000_000_000
 #: The most blocks that are remembered as renewed; then some are renewed again.
 _MOST_RENEWED = 1 << 17
-#: How many keys of a prefix the first lookup covers.
-_FIRST_STEP = 64
 
 
 class PosixTier(Tier):
@@ -357,7 +332,8 @@ class PosixTier(Tier):
 
     Options: ClassVar[type[TierOptions]] = CompressingOptions
     rests_by_itself = True
-    batch_nbytes = 2 << 20
+    batch_nbytes = 4 << 20  # a thread that gets more at a time ends later than the others
+    first_wave = 4  # on a network file system, each name is a request
     authenticates = True
     leases = True
 
@@ -426,19 +402,20 @@ class PosixTier(Tier):
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         """Test one directory entry per key that is not known to exist, on the lookup threads of each directory."""
-        return self._ask(keys, deadline, gaps=True)
-
-    def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
-        """Count blocks without a gap; each directory's thread stops at its first missing key."""
-        hits, step = 0, _FIRST_STEP
-        while hits < len(keys):
-            # Keys are looked up in batches, but not all at once, because the first gap may be near.
-            found = self._ask(keys[hits : hits + step], deadline, gaps=False)
-            if False in found:
-                return hits + found.index(False)
-            hits += len(found)
-            step *= 4
-        return hits
+        by_lane: dict[int, list[int]] = {}
+        for place, key in enumerate(keys):
+            by_lane.setdefault(self.lane(key), []).append(place)
+        asked = [
+            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places]))
+            for lane, places in by_lane.items()
+        ]
+        found = [False] * len(keys)
+        for places, question in asked:
+            for place, there in zip(places, question.answers(deadline), strict=False):
+                found[place] = there
+            if question.error is not None:
+                self.counters.failed("lookup", question.error)
+        return found
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Read one file after the other."""
@@ -546,7 +523,8 @@ class PosixTier(Tier):
         del deadline
         directory = self._directory(key)
         try:
-            return read_file(directory, self._codec, key, directory.layout.block(key), self._authenticator)
+            geometry = self._codec.geometry if self._codec is not None else None
+            return read_file(directory, geometry, key, directory.layout.block(key), self._authenticator)
         except StoreError as error:
             self._fail(directory, key, error)
 
@@ -597,23 +575,6 @@ class PosixTier(Tier):
     def _directory(self, key: BlockKey) -> Directory:
         return self._directories[self.lane(key)]
 
-    def _ask(self, keys: Sequence[BlockKey], deadline: float, *, gaps: bool) -> list[bool]:
-        """Return which blocks exist; without ``gaps``, only those before each directory's first missing one."""
-        by_lane: dict[int, list[int]] = {}
-        for place, key in enumerate(keys):
-            by_lane.setdefault(self.lane(key), []).append(place)
-        asked = [
-            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places], gaps=gaps))
-            for lane, places in by_lane.items()
-        ]
-        found = [False] * len(keys)
-        for places, question in asked:
-            for place, there in zip(places, question.answers(deadline), strict=False):
-                found[place] = there
-            if question.error is not None:
-                self.counters.failed("lookup", question.error)
-        return found
-
     def _note_eviction(self, path: str) -> None:
         key = key_of(*path.rsplit("/", 2)[-2:])
         self.counters.evicted(1, () if key is None else (key,))
@@ -647,11 +608,10 @@ class _Question:
         directory: The directory; it is not read while it rests.
         recent: Keys that were recently found.
         keys: The keys to look up.
-        gaps: Whether to continue after a missing block.
     """
 
-    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey], *, gaps: bool) -> None:
-        self._directory, self._recent, self._keys, self._gaps = directory, recent, keys, gaps
+    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey]) -> None:
+        self._directory, self._recent, self._keys = directory, recent, keys
         self._found: list[bool] = []
         self._tested = 0
         self._ended = directory.clock.event()
@@ -692,7 +652,7 @@ class _Question:
                 if found:
                     there.append(key)
             self._found.append(found)
-            if self._given_up or not (found or self._gaps):
+            if self._given_up:
                 break
         self._recent.generations()[0].update(there)
 

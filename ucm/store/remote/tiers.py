@@ -45,8 +45,6 @@ _MOST_PORT = 65535
 _MOST_TTL = 100 * 366 * 86400
 #: The most seconds of a time limit, a day.
 _MOST_SECONDS = 86400.0
-#: How many blocks of a prefix are looked up first; then twice as many, and so on, until one is missing.
-_FIRST_WAVE = 8
 
 
 class RemoteOptions(CompressingOptions):
@@ -351,7 +349,7 @@ class RemoteTier(ValueTier):
     def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
         """Return what to receive to load some layer slices of a block: its header as well."""
         codec, first = known_codec(self.codec), block.first_slice
-        if len(block.slices) == len(codec.geometry.slice_sizes):
+        if block.nbytes == codec.geometry.nbytes:
             return [Part(0, [memoryview(header), *block.slices])]
         return [Part(0, [memoryview(header)]), Part(codec.offsets[first], block.slices)]
 
@@ -596,21 +594,4 @@ class S3Tier(RemoteTier):
     package = "obstore"
     module = "ucm.store.remote.s3_client"
     most_nbytes = 5 << 30
-
-    def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
-        """Look up a prefix in growing parts, because each block costs a request."""
-        hits, wave = 0, _FIRST_WAVE
-        while hits < len(keys):
-            part = keys[hits : hits + wave]
-            try:
-                found = super().prefix(part, deadline)
-            except StoreError as error:
-                if not hits:
-                    raise
-                self.counters.failed("lookup", error)  # the bucket answers, only not in time for all parts
-                break
-            hits += found
-            if found < len(part):
-                break
-            wave *= 2
-        return hits
+    first_wave = 8

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -18,6 +19,7 @@ from ucm.salts import tag_name, tag_of_salt
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
 from ucm.store.posix.layout import Layout, owner_name
+from ucm.store.posix.paths import touch
 from ucm.testing.blocks import EVEN, fetch, key, save
 
 if TYPE_CHECKING:
@@ -182,13 +184,33 @@ def test_blocks_used_meanwhile_stay(kept: Kept, ask: Callable[..., Answer], monk
     assert answer.data["spared"] <= 1
 
 
+def test_a_block_that_is_being_deleted_for_its_age_cannot_be_leased(
+    kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the lease would be confirmed, and the block gone."""
+    delete, leased = os.unlink, list[str]()
+
+    def slow(name: str, *, dir_fd: int) -> None:
+        path = str(Path(f"/proc/self/fd/{dir_fd}").readlink() / name)
+        with suppress(BlockingIOError):
+            touch(path, lambda used_ns: used_ns + 1000)
+            leased.append(path)
+        delete(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", create_autospec(os.unlink, side_effect=slow))
+    assert ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root).code == 0
+    assert kept.blocks(BIG) == [0, 1, 2]
+    assert not leased
+
+
 def test_what_cannot_be_deleted_is_told(
     kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str) -> None:
+    def refuse(path: str, goes: Callable[[int], bool]) -> bool:
+        del goes
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(gc, "unlink", refuse)
+    monkeypatch.setattr(gc, "unlink_if", refuse)
     answer = ask("gc", "--older-than", "60h", "--namespace", SMALL, "--directory", kept.root)
     assert answer.code == 1
     assert answer.out == (f"Nothing was deleted.\n{kept.path(SMALL, 3)} could not be deleted: Permission denied\n")

@@ -21,7 +21,7 @@ from ucm.debug import describe
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from tests.ucm.commands.store.conftest import Answer
 
@@ -115,6 +115,25 @@ def test_an_error_says_what_where_and_what_to_do(
 @pytest.mark.parametrize(("sent", "code"), [(None, 401), ("other", 401), ("", 401), ("secret", 200)])
 def test_the_token_is_demanded(post: Callable[..., httpx2.Response], sent: str | None, code: int) -> None:
     assert post("lookup", {"tokens": TOKENS}, "secret", sent).status_code == code
+
+
+def test_without_the_token_nothing_is_told_and_no_body_is_read(config: Path) -> None:  # noqa: F811 - a fixture
+    app: Any = serve.application(serve.Store(*describe(config, "/m"), Path("/m")), "secret")
+    read = list[int]()
+
+    async def endless() -> AsyncIterator[bytes]:
+        for number in range(1000):
+            read.append(number)
+            yield b"[1,"
+
+    async def ask() -> list[int]:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://ucm") as client:
+            answers = [await client.get("/openapi.json"), await client.post("/v1/drop", content=endless())]
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(ask()) == [401, 401]
+    assert not read
 
 
 def test_a_network_address_needs_a_token(ask: Callable[..., Answer], config: Path, tmp_path: Path) -> None:  # noqa: F811

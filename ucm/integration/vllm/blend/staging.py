@@ -15,7 +15,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of, start_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ class ChunkStager:
         self._slab = slab
         self.seconds = seconds
         self._stores: Sequence[KVStore] = ()
-        self._sizes: list[tuple[int, ...]] = []
+        self._sizes: list[int] = []  # the bytes of each rank's part
         self.shares: tuple[int, ...] = ()  #: the offset of each rank's part in a row
         self._changed = clock.condition()
         self._running: list[ChunkLookup] = []  # by the threads
@@ -101,7 +101,7 @@ class ChunkStager:
             geometries: The piece geometry of each.
         """
         padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in geometries]
-        self._sizes = [geometry.slice_sizes for geometry in geometries]
+        self._sizes = [geometry.nbytes for geometry in geometries]
         self.shares = tuple(accumulate(padded[:-1], initial=0))
         self._slab.lay_out(sum(padded))
         for thread in self._threads:
@@ -227,9 +227,9 @@ class ChunkStager:
             reading.held.append(claimed[0])
             if claimed[1]:
                 reading.mine.append(claimed[0])
-        for store, share, sizes in zip(self._stores, self.shares, self._sizes, strict=True):
-            transfers = [BlockTransfer(row.name[1], self._slab.memory(row, share, sizes)) for row in reading.mine]
-            reading.tasks.append(store.load(transfers))
+        for store, share, nbytes in zip(self._stores, self.shares, self._sizes, strict=True):
+            transfers = [BlockTransfer(row.name[1], [self._slab.memory(row, share, nbytes)]) for row in reading.mine]
+            reading.tasks.append(start_load(store, transfers))
 
     def _end_reading(self, reading: _Reading) -> None:
         """Wait for the reads of `_begin_reading`."""

@@ -10,6 +10,7 @@ still to be compressed, nothing is needed: a prefix of full blocks leaves none.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from ucm.compat import (
     replayed_tokens,
     retained_tokens,
 )
+from ucm.errors import ConfigError
+from ucm.hashing.rank_geometry import Parallelism
 from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
 from ucm.store.base import BlockGeometry
 
@@ -44,6 +47,8 @@ RECURRENT = {"MambaSpec"}
 #: Of compressing layers: one block per request, with the keys of a group of tokens that is not full. Groups end where
 #: blocks of the compressed KV end, so vLLM's own hits need no such block either.
 RING = {"CircularBufferSpec"}
+#: Layers whose KV heads can be stored apart, and vLLM's names for how their numbers may be stored.
+SLICED, SLICED_NUMBERS = {"FullAttentionSpec", "SlidingWindowSpec"}, {"NONE", "FP8_PER_TENSOR"}
 #: Why others are refused, where a reason is known.
 _REFUSED = {
     "RSWASpec": "whose KV depends on where the prompt ended",
@@ -54,6 +59,8 @@ _REFUSED = {
 #: The attributes of specifications that decide how a block's bytes are read.
 _SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "shapes", "dtypes")
 PLANES = 2
+#: The dimension of KV heads in vLLM's ``(blocks, heads, tokens, content)``; on accelerators so from 0.26.0 on.
+HEADS, DIMENSIONS = 1, 4
 #: In place of a block's id: the block is not moved with its chunk.
 NO_BLOCK = -1
 
@@ -74,6 +81,8 @@ class CacheGroup:
         is_recurrent: Whether a block holds a state instead of KV. vLLM keeps a state for some block ends only, and says
             which, see `ucm.compat.boundary_states`.
         is_local: Whether tokens attend to those of their attention chunk only (chunked local attention).
+        slices: The slices of KV heads that this rank's part of a block is stored in, see `in_slices`; 0: as it is.
+        place: Of a group for one of these slices alone, which one.
     """
 
     index: int
@@ -85,6 +94,13 @@ class CacheGroup:
     chunk_blocks: int = 1
     is_recurrent: bool = False
     is_local: bool = False
+    slices: int = 0
+    place: int = 0
+
+    @property
+    def parts(self) -> list[CacheGroup]:
+        """The group for each slice of KV heads alone; the group itself if there are none."""
+        return [replace(self, place=place) for place in range(self.slices)] or [self]
 
     @property
     def needs_all(self) -> bool:
@@ -178,16 +194,19 @@ class CacheGroups:
         groups: Those whose blocks are stored, in vLLM's order.
         rings: The others, of which a prefix needs nothing.
         layout: vLLM's name for the order of a block's dimensions; empty where the release does not provide it.
+        shards: The slices of KV heads that a block is stored in on all ranks together; 0: each rank's part is one.
     """
 
     groups: tuple[CacheGroup, ...]
     layout: str = ""
     rings: tuple[CacheGroup, ...] = ()
+    shards: int = 0
 
     @property
     def facts(self) -> dict[str, Any]:
         """The structure of the groups and their KV layout, as a part of the engine's identity."""
-        return {"groups": [group.facts for group in self.groups], "layout": self.layout}
+        shards = {"kv_head_shards": self.shards} if self.shards else {}
+        return {"groups": [group.facts for group in self.groups], "layout": self.layout, **shards}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -274,6 +293,63 @@ def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
             for group in groups.groups
         ),
     )
+
+
+def in_slices(groups: CacheGroups, shards: int, vllm_config: Any) -> CacheGroups:
+    """Return groups whose blocks are stored in slices of KV heads, which do not depend on the tensor-parallel size.
+
+    Specifications and page sizes become those of one slice.
+
+    Args:
+        groups: The groups of one rank.
+        shards: The slices of all ranks together; 0: each rank's part of a block is stored as it is.
+        vllm_config: vLLM's ``VllmConfig``.
+
+    Raises:
+        ConfigError: The KV heads do not divide into so many slices, or these not into ranks.
+        UnsupportedModelError: A layer keeps something else than whole KV heads.
+    """
+    if not shards:
+        return groups
+    ranks, heads = Parallelism.of(vllm_config).tp, int(vllm_config.model_config.get_total_num_kv_heads())
+    if shards % ranks or heads % shards:
+        raise ConfigError(
+            f"the model has {heads} KV heads, and the engine {ranks} tensor-parallel ranks",
+            where=f"kv_head_shards = {shards}",
+            fix="choose a multiple of the ranks that divides the KV heads, or remove the setting",
+        )
+    own, sliced = shards // ranks, []
+    if groups.rings or any(group.spec is None for group in groups.groups):
+        raise _not_sliced("the KV cache")
+    for group in groups.groups:
+        for name, spec in layer_specs(group.spec, group.layer_names).items():
+            packed = optional(spec, "num_head_slots"), optional(spec, "state_content_bytes")
+            numbers = optional(spec, "kv_quant_mode.name", "NONE")
+            whole = type(spec).__name__ in SLICED and numbers in SLICED_NUMBERS and packed == (None, None)
+            if not whole or spec.num_kv_heads % own:
+                raise _not_sliced(f"layer {name}: {type(spec).__name__}, {spec}")
+        of_slice = divided(group.spec, own)
+        pages = {name: _unpadded(spec) for name, spec in layer_specs(of_slice, group.layer_names).items()}
+        sliced.append(replace(group, spec=of_slice, page_sizes=pages, slices=own))
+    return replace(groups, groups=tuple(sliced), shards=shards)
+
+
+def _not_sliced(where: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "only layers with full attention or sliding windows that keep whole KV heads, unpacked and without scales of "
+        "their own, are stored in slices of heads",
+        where=where,
+        fix="remove kv_head_shards",
+    )
+
+
+def divided(spec: Any, parts: int) -> Any:
+    """Return the ``KVCacheSpec`` of one of several parts of the KV heads; of too few heads, each part has one."""
+    inner = optional(spec, "kv_cache_specs")
+    if inner is not None:
+        return replace(spec, kv_cache_specs={name: divided(one, parts) for name, one in inner.items()})
+    heads = optional(spec, "num_kv_heads")
+    return spec if heads is None else replace(spec, num_kv_heads=max(1, heads // parts))
 
 
 def _group(index: int, group: Any) -> CacheGroup:
@@ -453,7 +529,9 @@ def tensors_of(kv_cache: Any) -> tuple[Tensor, ...]:
     return tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (kv_cache,)
 
 
-def layer_layout(name: str, kv_cache: Any, num_blocks: int | None, page_size_bytes: int | None) -> LayerLayout:
+def layer_layout(
+    name: str, kv_cache: Any, num_blocks: int | None, page_size_bytes: int | None, group: CacheGroup | None = None
+) -> LayerLayout:
     """Derive a layer's layout and check it against the cache configuration.
 
     Args:
@@ -463,11 +541,14 @@ def layer_layout(name: str, kv_cache: Any, num_blocks: int | None, page_size_byt
             time.
         page_size_bytes: The size of a block of the layer in bytes, without padding, by the KV-cache configuration; None
             where the release does not provide it.
+        group: The layer's group, if only a slice of the KV heads is meant.
 
     Raises:
         UnknownLayoutError: If a tensor fits no known order, fits both, or contradicts the configuration.
+        UnsupportedModelError: If a slice is meant, and the KV cache has not one tensor with a dimension of heads.
     """
-    parts = tuple(_tensor_layout(name, tensor, num_blocks) for tensor in tensors_of(kv_cache))
+    heads = _slice(name, kv_cache, group) if group is not None and group.slices else None
+    parts = tuple(_tensor_layout(name, tensor, num_blocks, heads) for tensor in tensors_of(kv_cache))
     layout = LayerLayout(name, parts)
     if page_size_bytes is not None and layout.block_bytes != page_size_bytes:
         raise UnknownLayoutError(
@@ -478,13 +559,25 @@ def layer_layout(name: str, kv_cache: Any, num_blocks: int | None, page_size_byt
     return layout
 
 
+def _slice(name: str, kv_cache: Any, group: CacheGroup) -> range:
+    """Return the KV heads of a slice, by their places in the tensor."""
+    (tensor, *others), count = tensors_of(kv_cache), layer_specs(group.spec, group.layer_names)[name].num_kv_heads
+    if others or len(tensor.shape) != DIMENSIONS or tensor.shape[HEADS] != count * group.slices:
+        raise _not_sliced(_shown(name, tensor, None))
+    return range(group.place * count, (group.place + 1) * count)
+
+
 def _shown(name: str, tensor: Tensor, num_blocks: int | None) -> str:
     return f"{name}: shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {num_blocks} blocks"
 
 
-def _tensor_layout(name: str, tensor: Tensor, num_blocks: int | None) -> TensorLayout:
+def _tensor_layout(name: str, tensor: Tensor, num_blocks: int | None, heads: range | None = None) -> TensorLayout:
     shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
-    where = _shown(name, tensor, num_blocks)
+    where, first, most = _shown(name, tensor, num_blocks), tensor.storage_offset(), sys.maxsize
+    if heads is not None:
+        # Ranges end with the heads also where the slice has all of them, so that they are the same on any rank.
+        first, most = first + heads.start * strides[HEADS], shape[HEADS] * strides[HEADS]
+        shape[HEADS] = len(heads)
     if num_blocks is None:
         axis = _only_axis(shape, where)
         num_blocks = shape[axis]
@@ -495,10 +588,10 @@ def _tensor_layout(name: str, tensor: Tensor, num_blocks: int | None) -> TensorL
     dims = [(size, stride, f"dim{i}") for i, (size, stride) in enumerate(zip(shape, strides, strict=True)) if i != axis]
     dims.append((split, strides[axis], "kernel-block"))
     ordered = sorted((d for d in dims if d[0] > 1), key=lambda d: d[1], reverse=True)
-    outer, run = _merge([(size, stride) for size, stride, _ in ordered])
+    outer, run = _merge([(size, stride) for size, stride, _ in ordered], most)
     return TensorLayout(
         num_blocks=num_blocks,
-        start=tensor.storage_offset() * itemsize,
+        start=first * itemsize,
         block_stride=block_stride,
         outer=tuple((count, stride * itemsize) for count, stride in outer),
         nbytes=run * itemsize,
@@ -531,7 +624,7 @@ def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: i
         # Layers that share one KV cache are registered under each of their names.
         place = tuple((tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for tensor in tensors_of(kv_cache))
         if place not in layouts:
-            layouts[place] = layer_layout(name, kv_cache, num_blocks, group.page_sizes.get(name))
+            layouts[place] = layer_layout(name, kv_cache, num_blocks, group.page_sizes.get(name), group)
     return list(layouts.values())
 
 
@@ -569,10 +662,13 @@ def _only_axis(shape: list[int], where: str) -> int:
     return 1 if shape[0] == PLANES else 0
 
 
-def _merge(ordered: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
-    """Split dimensions, outermost stride first, into the outer ones and the number of contiguous elements."""
+def _merge(ordered: list[tuple[int, int]], most: int) -> tuple[list[tuple[int, int]], int]:
+    """Split dimensions, outermost stride first, into the outer ones and the number of contiguous elements.
+
+    Dimensions with a stride of ``most`` elements or more are outer ones.
+    """
     run = 1
-    while ordered and ordered[-1][1] == run:
+    while ordered and ordered[-1][1] == run < most:
         run *= ordered.pop()[0]
     return ordered, run
 

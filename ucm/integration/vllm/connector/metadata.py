@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import SlabAddress
+
+#: A KV-cache group's index, and which of a rank's parts of its blocks is meant.
+Part = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class BlockMoves:
         step: For a save, the last step that computes tokens of the blocks.
         adapter: The number (``lora_int_id``) of the request's LoRA adapter; 0 for none.
         retain_until: Of a save, until when to retain the chunks, in seconds since the epoch; 0: not at all.
+        part: In a worker, which of its parts of the blocks is meant: of slices of KV heads it may store several.
     """
 
     request_id: str
@@ -47,6 +51,12 @@ class BlockMoves:
     adapter: int = 0
     chunk_blocks: int = 1
     retain_until: float = 0.0
+    part: int = 0
+
+    @property
+    def of(self) -> Part:
+        """The group, and the part of its blocks."""
+        return self.group, self.part
 
     def chunks(self) -> Iterator[tuple[BlockKey, list[int]]]:
         """Yield each chunk's key with the ids of its blocks."""
@@ -125,11 +135,11 @@ class WeightsReport:
         )
 
 
-def geometry_record(place: int, geometry: BlockGeometry) -> dict[str, Any]:
-    """Return a rank's record of its blocks in one group, short enough for any number of layers."""
+def geometry_record(places: Sequence[int], geometry: BlockGeometry) -> dict[str, Any]:
+    """Return a rank's record of its parts of the blocks in one group, short enough for any number of layers."""
     runs = [[size, len(list(run))] for size, run in groupby(geometry.slice_sizes)]
     about = {"fingerprint": geometry.fingerprint.hex(), "element": geometry.element_size}
-    return {"place": place, **about, "sizes": runs}
+    return {"places": list(places), **about, "sizes": runs}
 
 
 def geometries_of(
@@ -154,10 +164,11 @@ def geometries_of(
             said = record["groups"][str(group)]
             sizes = tuple(size for size, times in said["sizes"] for _ in range(times))
             geometry = BlockGeometry(sizes, bytes.fromhex(said["fingerprint"]), said["element"])
-            if by_place.setdefault(said["place"], geometry) != geometry:
-                raise ValueError(
-                    f"rank {rank} lays out KV-cache group {group} differently from a rank that has the same KV"
-                )
+            for place in said["places"]:
+                if by_place.setdefault(place, geometry) != geometry:
+                    raise ValueError(
+                        f"rank {rank} lays out KV-cache group {group} differently from a rank that has the same KV"
+                    )
         if set(by_place) != set(range(count)):
             raise ValueError(
                 f"ranks have reported parts {sorted(by_place)} of KV-cache group {group}, which has {count}"

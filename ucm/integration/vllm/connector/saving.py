@@ -10,7 +10,7 @@ import mmap
 import weakref
 from collections import Counter, deque
 from contextlib import suppress
-from itertools import accumulate, count, pairwise
+from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -176,7 +176,7 @@ class SaveTask(Task):
             transfers = [
                 BlockTransfer(
                     self.keys[number],
-                    self._saver.slices(row),
+                    [row],
                     depth=self._depths[number],
                     retain_until=self._retain_until,
                 )
@@ -248,14 +248,14 @@ class Saver:
 
     Args:
         store: The store.
-        sizes: The sizes of a block's layer slices in bytes.
+        row_bytes: The size of a row, which holds a block, in bytes.
         limit: Bytes that may wait to be written.
         clock: Time and threads.
     """
 
-    def __init__(self, store: KVStore, sizes: Sequence[int], limit: int, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, store: KVStore, row_bytes: int, limit: int, *, clock: Clock = SYSTEM) -> None:
         self.store = store
-        self._offsets = tuple(accumulate(sizes, initial=0))
+        self.row_bytes = row_bytes
         self._clock = clock
         self.room = SaveRoom(limit)
         self._lock = clock.lock()
@@ -263,11 +263,6 @@ class Saver:
         self._begun = count()
         self._thread: Thread | None = None
         self._closed = clock.event()
-
-    @property
-    def row_bytes(self) -> int:
-        """The size of a row in bytes."""
-        return self._offsets[-1]
 
     @property
     def waiting_bytes(self) -> int:
@@ -284,10 +279,6 @@ class Saver:
         if rows:
             self._watch(task)
         return task
-
-    def slices(self, row: Buffer) -> list[Buffer]:
-        """Return the layer slices of the block in a row."""
-        return [row[begin:end] for begin, end in pairwise(self._offsets)]
 
     def close(self) -> None:
         """End the thread that frees memory, which uses the store; a thread that is stuck in it is abandoned."""

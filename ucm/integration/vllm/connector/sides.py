@@ -29,7 +29,7 @@ from ucm.config.load import wait_for_looks
 from ucm.errors import ConfigError
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import namespace
-from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
+from ucm.hashing.rank_geometry import must_save, part_tags, rank_tags
 from ucm.integration.vllm import hooks
 from ucm.integration.vllm.connector.events import store_events
 from ucm.integration.vllm.connector.failures import (
@@ -47,11 +47,18 @@ from ucm.integration.vllm.connector.identity import (
     lasting_tokens,
     running_model,
 )
-from ucm.integration.vllm.connector.kv_cache import CacheGroups, DeviceMemory, HostMemory, cache_groups, tensors_of
+from ucm.integration.vllm.connector.kv_cache import (
+    CacheGroups,
+    DeviceMemory,
+    HostMemory,
+    cache_groups,
+    in_slices,
+    tensors_of,
+)
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of, geometry_record
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
-from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer, StagedTransfer
+from ucm.integration.vllm.connector.transfer import STAGING_BYTES, GroupTransfer, HostTransfer, StagedTransfer
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
@@ -87,7 +94,7 @@ def create_slab(
         ranks: The number of workers that write a record into the slab.
         clock: What time passes by.
     """
-    parts = {group.index: len(rank_tags(vllm_config, group.index, spec=group.spec)) for group in groups.groups}
+    parts = {group: len(tags) for group, tags in tags_of(vllm_config, groups).items()}
     longest = groups.staged_bytes(vllm_config.model_config.max_model_len, parts)
     capacity = settings.store.as_store_config().capacity_bytes
     if capacity is not None:
@@ -95,19 +102,28 @@ def create_slab(
     return Slab(settings.staging or default_bytes(), ranks, longest, clock=clock)
 
 
+def tags_of(vllm_config: VllmConfig, groups: CacheGroups) -> dict[int, list[str]]:
+    """Return for each group the tags of all parts of its blocks on all ranks, see `rank_tags`."""
+    return {
+        group.index: rank_tags(vllm_config, group.index, spec=group.spec, shards=groups.shards)
+        for group in groups.groups
+    }
+
+
 def stored_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, settings: ConnectorConfig
 ) -> CacheGroups:
-    """Return the KV-cache groups, with blocks in chunks as the settings say.
+    """Return the KV-cache groups, with blocks in chunks and in slices of heads as the settings say.
 
     Where a sparse method frees blocks, each is stored alone, because the first ones of a chunk may be free when the
     last one is filled.
 
     Raises:
-        ConfigError: If a chunk is longer than any request, so that nothing would ever be stored.
+        ConfigError: If a chunk is longer than any request, so that nothing would ever be stored; or see `in_slices`.
+        UnsupportedModelError: See `cache_groups` and `in_slices`.
     """
     tokens = 0 if frees_blocks(vllm_config) else settings.chunk_tokens
-    groups = cache_groups(vllm_config, kv_cache_config, tokens)
+    groups = in_slices(cache_groups(vllm_config, kv_cache_config, tokens), settings.kv_head_shards, vllm_config)
     if tokens and groups.alignment > (longest := vllm_config.model_config.max_model_len):
         raise ConfigError(
             f"a chunk has {groups.alignment} tokens, and a request at most {longest}: nothing would be stored",
@@ -156,7 +172,7 @@ class SchedulerSide:
         identity = engine_identity(vllm_config, settings, groups.facts)
         self._config = settings.store.as_store_config()
         self._authentication = key_fingerprint(self._config)
-        self._tags = {group.index: rank_tags(vllm_config, group.index, spec=group.spec) for group in groups.groups}
+        self._tags = tags_of(vllm_config, groups)
         self._stores: dict[int, list[KVStore]] = {}
         self.block_pool: Any = None
         self._table: Any = None
@@ -260,7 +276,7 @@ class SchedulerSide:
         self._keys.next_step(freed_encodings(scheduler_output))
         plan = self.scheduler.plan(scheduler_output)
         plan.authentication = self._authentication
-        if self._slab is not None and not self.scheduler.stager.has_begun:
+        if self._slab is not None and (self.scheduler.prepares or not self.scheduler.namespace):
             plan.slab = self._slab.address
             self._offered = self._offered or plan.step
         return plan
@@ -447,14 +463,17 @@ class WorkerSide:
         )
         memory = HostMemory if self._on_host else DeviceMemory
         self._groups = stored_groups(self._vllm_config, self._kv_cache_config, self._settings)
-        self._memories = [memory(group, kv_caches, num_blocks, about) for group in self._groups.groups]
+        self._memories = [
+            memory(part, kv_caches, num_blocks, about) for group in self._groups.groups for part in group.parts
+        ]
         said = "; ".join(
             LAYERS.format(len(one.layouts), one.group.stored_as, one.group.chunk_tokens, one.geometry.nbytes)
             for one in self._memories
+            if not one.group.place  # all slices are alike
         )
         get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
-        for group in self._groups.groups:
-            self._place(group)  # refuses one that the scheduler would take for another
+        for one in self._memories:
+            self._place(one.group)  # refuses one that the scheduler would take for another
         self._adapters = LiveAdapters.of(running_model())
         self._watch_weights()
 
@@ -507,7 +526,8 @@ class WorkerSide:
     def _answer(self, address: SlabAddress) -> None:
         """Open the slab and write this rank's block geometries into it."""
         groups = {
-            memory.group.index: geometry_record(self._place(memory.group), memory.geometry) for memory in self._memories
+            memory.group.index: geometry_record([self._place(part) for part in memory.group.parts], memory.geometry)
+            for memory in self._memories
         }
         rank = self._vllm_config.parallel_config.rank % ranks(self._vllm_config)
         if not self._slab.attach(address, rank, {"groups": groups, "authentication": self._authentication}):
@@ -568,9 +588,9 @@ class WorkerSide:
         layer_by_layer = self._settings.connector == "layerwise" and not batch_by_batch
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
         worker = kind(
-            {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
+            {(memory.group.index, memory.group.place): self._transfer(memory, namespace) for memory in self._memories},
             self.counters,
-            places={group.index: self._place(group) for group in groups.groups},
+            places={(memory.group.index, memory.group.place): self._place(memory.group) for memory in self._memories},
             saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             between_steps=policy.between_steps,
             background=policy.background,
@@ -585,24 +605,30 @@ class WorkerSide:
             worker.overlaps = self._on_host or self._can.runs_piecewise
         return worker
 
+    def _tag(self, group: CacheGroup) -> str:
+        config, shards = self._vllm_config, self._groups.shards
+        return part_tags(config, group.index, spec=group.spec, shards=shards)[group.place]
+
     def _place(self, group: CacheGroup) -> int:
-        """Return this rank's index among the ranks with different KV of a group."""
-        tags = rank_tags(self._vllm_config, group.index, spec=group.spec)
-        return tags.index(rank_tag(self._vllm_config, group.index, spec=group.spec))
+        """Return the index of this rank's part of a group, or of one of them, among the different ones of all ranks."""
+        tags = rank_tags(self._vllm_config, group.index, spec=group.spec, shards=self._groups.shards)
+        return tags.index(self._tag(group))
 
     def _transfer(self, memory: HostMemory | DeviceMemory, namespace: str) -> GroupTransfer:
         """Create a group's transfer: in place for a KV cache in host memory, else through staging memory."""
-        tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
         config = self._settings.store.as_store_config()
         # Every rank copies queued blocks of each group out of the KV cache, so they share the memory, and the store.
         most = default_bytes() if config.capacity_bytes is None else min(default_bytes(), config.capacity_bytes)
-        room = min(config.save_queue_bytes, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
+        slices = max(1, memory.group.slices)
+        room = min(config.save_queue_bytes // slices, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
         config = replace(config, save_queue_bytes=room)  # the store hurries when much of it is in use
-        store = opening_store(config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
+        store = opening_store(config, f"{namespace}/{self._tag(memory.group)}", memory.geometry, clock=self._clock)
         self.counters.watch(store)
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room, clock=self._clock)
-        return StagedTransfer(memory, store, self._slab, save_queue_bytes=room, clock=self._clock)
+        return StagedTransfer(
+            memory, store, self._slab, STAGING_BYTES // slices, save_queue_bytes=room, clock=self._clock
+        )
 
     def _method_figures(self) -> Mapping[str, float]:
         """Return the figures of a sparse method in this worker."""

@@ -19,7 +19,7 @@ from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.kv_cache import lacking, longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of, start_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +125,7 @@ class Stager:
         self.seconds = seconds
         self._rest_seconds = rest_seconds
         self._stores: Mapping[int, Sequence[KVStore]] = {}
-        self._sizes: dict[int, list[tuple[int, ...]]] = {}
+        self._sizes: dict[int, list[int]] = {}  # for each group, the bytes of the ranks' parts
         self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, the offsets of the ranks' parts in a row
         self._blocks_at_once = 1
         self._changed = clock.condition()
@@ -158,7 +158,7 @@ class Stager:
             row_bytes = 0
             for group, of_group in geometries.items():
                 padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group]
-                self._sizes[group] = [geometry.slice_sizes for geometry in of_group]
+                self._sizes[group] = [geometry.nbytes for geometry in of_group]
                 self.shares[group] = tuple(accumulate(padded[:-1], initial=0))
                 row_bytes = max(row_bytes, sum(padded))
             if not self._slab.lay_out(row_bytes):
@@ -571,12 +571,12 @@ class Stager:
         for group, rows in by_group.items():
             depth = self._by_index[group].depth
             parts = zip(self._stores[group], self._sizes[group], self.shares[group], strict=True)
-            for store, sizes, share in parts:
+            for store, nbytes, share in parts:
                 transfers = [
-                    BlockTransfer(row.name[1], slab.memory(row, share, sizes), depth=depth(place))
+                    BlockTransfer(row.name[1], [slab.memory(row, share, nbytes)], depth=depth(place))
                     for place, row in rows
                 ]
-                tasks.append((store, store.load(transfers)))
+                tasks.append((store, start_load(store, transfers)))
 
     def _fill(
         self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]], lookup: Lookup

@@ -123,7 +123,7 @@ class HostTransfer(GroupTransfer):
         self._memory = memory
         self.store = store
         self._slab = slab
-        self.saver = Saver(store, memory.geometry.slice_sizes, save_queue_bytes, clock=clock)
+        self.saver = Saver(store, memory.geometry.nbytes, save_queue_bytes, clock=clock)
         self.layer_names = [layout.name for layout in memory.layouts]
         self.chunk_bytes = memory.geometry.nbytes
         self.chunk_tokens = memory.group.chunk_tokens
@@ -304,7 +304,7 @@ class StagedTransfer(GroupTransfer):
         blocks = self._portion * memory.group.chunk_blocks
         self._loader = _Lane(memory, blocks, "ucm-load", stagings=2, clock=clock)
         self._gatherer = _Lane(memory, blocks, "ucm-gather", stagings=1, clock=clock)
-        self.saver = Saver(store, memory.geometry.slice_sizes, save_queue_bytes, clock=clock)
+        self.saver = Saver(store, memory.geometry.nbytes, save_queue_bytes, clock=clock)
 
     def load(
         self,

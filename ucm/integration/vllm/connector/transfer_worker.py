@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ucm.background import call_within, wait_while_it_shrinks
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
-    from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+    from ucm.integration.vllm.connector.metadata import BlockMoves, Part, StepPlan
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockKey, StoreError, Task, TaskResult
@@ -55,11 +55,16 @@ PORTIONS = 4
 class SaveUnderWay:
     """A save in progress."""
 
-    group: int
+    of: Part
     transfer: GroupTransfer
     task: SaveTask
     block_ids: frozenset[int]
     request_id: str
+
+    @property
+    def group(self) -> int:
+        """The KV-cache group's index."""
+        return self.of[0]
 
 
 @dataclass(slots=True)
@@ -76,9 +81,9 @@ class TransferWorker:
     A step that may write a block waits until the block has been copied. No step waits for a medium that is written to.
 
     Args:
-        groups: The transfer of each group.
+        groups: The transfer of each group and each part of it that this rank stores.
         counters: Counts transfers.
-        places: For each group, this rank's index among the ranks with different KV of it.
+        places: For each of these, its index among all ranks' different parts of the group's blocks.
         saves: The groups whose blocks this rank saves; of ranks with the same KV only one saves it.
         between_steps: Whether requests wait for their loads between steps, so that no step uses their blocks before the
             loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
@@ -96,10 +101,10 @@ class TransferWorker:
 
     def __init__(
         self,
-        groups: Mapping[int, GroupTransfer],
+        groups: Mapping[Part, GroupTransfer],
         counters: TransferCounters,
         *,
-        places: Mapping[int, int],
+        places: Mapping[Part, int],
         saves: Container[int],
         between_steps: bool = False,
         background: bool = False,
@@ -111,7 +116,7 @@ class TransferWorker:
         self.counters = counters
         self._places = places
         self._saves = saves
-        self._counted: set[tuple[str, int, BlockKey]] = set()
+        self._counted: set[tuple[str, Part, BlockKey]] = set()
         self._between_steps = between_steps
         self._background = background
         self._fails_whole = fails_whole
@@ -181,10 +186,10 @@ class TransferWorker:
     def load(self, plan: StepPlan) -> None:
         """Load a plan's blocks; return when they are loaded or, for requests that wait between steps, at once."""
         if self._between_steps:
-            for moves in plan.loads:
-                self._loading.append(LoadUnderWay(moves, self.start_load(moves, self.all_layers(moves.group))))
+            for moves in self._of_parts(plan.loads):
+                self._loading.append(LoadUnderWay(moves, self.start_load(moves, self.all_layers(moves.of))))
             return
-        started = [(moves, self.start_load(moves, self.all_layers(moves.group))) for moves in plan.loads]
+        started = [(moves, self.start_load(moves, self.all_layers(moves.of))) for moves in self._of_parts(plan.loads)]
         for moves, task in started:
             self.finish_load(moves, task)
 
@@ -192,32 +197,39 @@ class TransferWorker:
         """Return the requests whose loads have ended since the last call, successfully or not.
 
         If there is nothing to compute, wait for the loads. In releases that free an aborted request's blocks while they
-        are being loaded, no step may end before its loads.
+        are being loaded, no step may end before its loads. Failed blocks are reported with a request's last load.
         """
         wait = self._idle or not self._background
-        ended: list[LoadUnderWay] = []
-        still: list[LoadUnderWay] = []
-        for load in self._loading:
-            done = wait or load.moves.places or load.task.check()
-            (ended if done else still).append(load)
-        self._loading = still
+        waiting = {
+            load.moves.request_id for load in self._loading if not (wait or load.moves.places or load.task.check())
+        }
+        ended = [load for load in self._loading if load.moves.request_id not in waiting]
+        self._loading = [load for load in self._loading if load.moves.request_id in waiting]
         for load in ended:
             self.finish_load(load.moves, load.task)
-        waiting = {load.moves.request_id for load in still}
         refused, self._refused = self._refused if self._between_steps else set(), set()
-        return refused | {load.moves.request_id for load in ended} - waiting
+        return refused | {load.moves.request_id for load in ended}
 
-    def all_layers(self, group: int) -> range:
+    def all_layers(self, part: Part) -> range:
         """Return the indexes of all layers of a group."""
-        return range(len(self.groups[group].layer_names))
+        return range(len(self.groups[part].layer_names))
+
+    def _of_parts(self, all_moves: Iterable[BlockMoves]) -> list[BlockMoves]:
+        """Return moves of a plan for each part of the blocks that this rank stores."""
+        return [
+            replace(moves, part=part) if part else moves
+            for moves in all_moves
+            for group, part in self.groups
+            if group == moves.group
+        ]
 
     def start_load(self, moves: BlockMoves, layers: range) -> Task:
         """Start to load some layers of blocks."""
         staged = None
         if moves.places:
-            share = moves.shares[self._places[moves.group]]
+            share = moves.shares[self._places[moves.of]]
             staged = Staged([place + share for place in moves.places], moves.tiers)
-        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged, moves.depths)
+        return self.groups[moves.of].load(moves.keys, moves.block_ids, layers, staged, moves.depths)
 
     def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
@@ -227,15 +239,14 @@ class TransferWorker:
             task: The load.
             whole: Whether this load completes the blocks, with all layers.
         """
-        transfer = self.groups[moves.group]
         result = task.wait()
-        tokens = transfer.chunk_tokens if moves.group == self.counted_group else 0
+        tokens = self.groups[moves.of].chunk_tokens if moves.of == (self.counted_group, 0) else 0
         blocks = len(result.done) if whole else 0
         self.counters.loaded(blocks, result.nbytes, result.seconds, result.done.values(), tokens)
         _log_done("[UCM.Load] request %s: %d blocks of KV-cache group %d loaded in %.1f ms", moves, result)
         if not result.failed:
             return
-        self._count_failures("load", moves.group, result.failed, self.load_failures)
+        self._count_failures("load", moves.of, result.failed, self.load_failures)
         if not self._between_steps:
             first = next(iter(result.failed.values()))
             raise PromisedBlockLostError(
@@ -251,11 +262,11 @@ class TransferWorker:
             self._failed_blocks.update(block for block in block_ids if block != NO_BLOCK)
 
     def _count_failures(
-        self, operation: str, group: int, failed: Mapping[BlockKey, StoreError], log: FailureLog
+        self, operation: str, part: Part, failed: Mapping[BlockKey, StoreError], log: FailureLog
     ) -> None:
         """Count each failed block once per step, however many of its layers failed."""
-        new = {key: error for key, error in failed.items() if (operation, group, key) not in self._counted}
-        self._counted.update((operation, group, key) for key in new)
+        new = {key: error for key, error in failed.items() if (operation, part, key) not in self._counted}
+        self._counted.update((operation, part, key) for key in new)
         log.record(new)
         for error in new.values():
             self.counters.failed(operation, error.cause, 1)
@@ -278,7 +289,7 @@ class TransferWorker:
 
     def own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
         """Return the saves that this rank performs."""
-        return [moves for moves in saves if moves.group in self._saves]
+        return self._of_parts(moves for moves in saves if moves.group in self._saves)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Do nothing: all layers are loaded before the forward."""
@@ -331,9 +342,9 @@ class TransferWorker:
 
     def begin_save(self, moves: BlockMoves) -> SaveUnderWay:
         """Begin to save blocks, whose layers are then copied."""
-        transfer = self.groups[moves.group]
+        transfer = self.groups[moves.of]
         task = transfer.save(moves.keys, moves.depths, moves.retain_until)
-        save = SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), moves.request_id)
+        save = SaveUnderWay(moves.of, transfer, task, frozenset(moves.block_ids), moves.request_id)
         self._under_way.append(save)
         return save
 
@@ -355,7 +366,7 @@ class TransferWorker:
 
     def _save(self, moves: BlockMoves) -> None:
         save = self.begin_save(moves)
-        save.transfer.copy(save.task, moves.block_ids, self.all_layers(moves.group))
+        save.transfer.copy(save.task, moves.block_ids, self.all_layers(moves.of))
         self.end_save(save, moves.step)
 
     def _finish_loads(self, block_ids: set[int]) -> None:
@@ -375,14 +386,14 @@ class TransferWorker:
                 continue
             result = save.task.wait()
             if self.reports_stored:
-                rank = self._places[save.group]
-                self._stored.update(((save.group, key), {rank: tier}) for key, tier in result.done.items())
+                for key, tier in result.done.items():
+                    self._stored.setdefault((save.group, key), {})[self._places[save.of]] = tier
                 while len(self._stored) > MOST_STORED:
                     self._stored.popitem(last=False)
             if result.done:
                 self.counters.saved(len(result.done), result.nbytes, result.seconds)
                 _log_done("[UCM.Save] request %s: %d blocks of KV-cache group %d saved in %.1f ms", save, result)
-            self._count_failures("save", save.group, result.failed, self.save_failures)
+            self._count_failures("save", save.of, result.failed, self.save_failures)
         self._under_way = still
 
 
@@ -465,9 +476,9 @@ class LayerWiseWorker(TransferWorker):
         if self._plan is not plan:
             self._drop_begun()
             self._plan = plan
-            self._portions_loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
-            self._saves_begun: dict[int, list[tuple[BlockMoves, SaveUnderWay]]] = {}
-            self._copied: dict[int, set[int]] = {}
+            self._portions_loading: dict[tuple[Part, int], list[tuple[BlockMoves, Task]]] = {}
+            self._saves_begun: dict[Part, list[tuple[BlockMoves, SaveUnderWay]]] = {}
+            self._copied: dict[Part, set[int]] = {}
 
     def close(self) -> None:
         """Finish transfers, except saves of a step that did not end."""
@@ -477,11 +488,11 @@ class LayerWiseWorker(TransferWorker):
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a plan."""
         for portion in range(PORTIONS):
-            for moves in plan.loads:
-                layers = self._portion(moves.group, portion)
+            for moves in self._of_parts(plan.loads):
+                layers = self._portion(moves.of, portion)
                 if layers:
                     task = self.start_load(moves, layers)
-                    self._portions_loading.setdefault((moves.group, portion), []).append((moves, task))
+                    self._portions_loading.setdefault((moves.of, portion), []).append((moves, task))
         if not self.overlaps:
             self._finish_all()
 
@@ -494,38 +505,38 @@ class LayerWiseWorker(TransferWorker):
         """Wait for the portion that contains the layer."""
         if self._plan is None or not self._portions_loading:
             return
-        for group, index in self._where(layer_name):
-            portion = next(p for p in range(PORTIONS) if index in self._portion(group, p))
-            self._finish((group, portion))
+        for part, index in self._where(layer_name):
+            portion = next(p for p in range(PORTIONS) if index in self._portion(part, p))
+            self._finish((part, portion))
 
     def layer_computed(self, layer_name: str) -> None:
         """Copy a computed layer of the blocks that the step fills."""
         if self._plan is None or not self._plan.saves:
             return
-        for group, index in self._where(layer_name):
-            self._copy_layer(self._plan, group, index)
+        for part, index in self._where(layer_name):
+            self._copy_layer(self._plan, part, index)
 
     def save(self, plan: StepPlan) -> None:
         """Copy the layers that were not reported one by one, after the forward, and write the blocks."""
         self._throttle(active=False)
         self._finish_all()
-        for group in {moves.group: None for moves in self.own(plan.saves)}:
-            for index in self.all_layers(group):
-                self._copy_layer(plan, group, index)
-            for moves, save in self._saves_begun.pop(group):
+        for part in {moves.of: None for moves in self.own(plan.saves)}:
+            for index in self.all_layers(part):
+                self._copy_layer(plan, part, index)
+            for moves, save in self._saves_begun.pop(part):
                 self.end_save(save, moves.step)
         self._settle()
 
-    def _copy_layer(self, plan: StepPlan, group: int, index: int) -> None:
+    def _copy_layer(self, plan: StepPlan, part: Part, index: int) -> None:
         """Copy a layer of the blocks of one group that a step fills, unless that was done."""
-        copied = self._copied.setdefault(group, set())
+        copied = self._copied.setdefault(part, set())
         if index in copied:
             return
         copied.add(index)
-        if group not in self._saves_begun:
-            wanted = [moves for moves in self.own(plan.saves) if moves.group == group]
-            self._saves_begun[group] = [(moves, self.begin_save(moves)) for moves in wanted]
-        for moves, save in self._saves_begun[group]:
+        if part not in self._saves_begun:
+            wanted = [moves for moves in self.own(plan.saves) if moves.of == part]
+            self._saves_begun[part] = [(moves, self.begin_save(moves)) for moves in wanted]
+        for moves, save in self._saves_begun[part]:
             save.transfer.copy(save.task, moves.block_ids, range(index, index + 1))
 
     def _drop_begun(self) -> None:
@@ -539,18 +550,18 @@ class LayerWiseWorker(TransferWorker):
         for place in list(self._portions_loading):
             self._finish(place)
 
-    def _finish(self, place: tuple[int, int]) -> None:
-        group, portion = place
-        whole = portion == max(p for p in range(PORTIONS) if self._portion(group, p))
+    def _finish(self, place: tuple[Part, int]) -> None:
+        part, portion = place
+        whole = portion == max(p for p in range(PORTIONS) if self._portion(part, p))
         for moves, task in self._portions_loading.pop(place, ()):
             self.finish_load(moves, task, whole=whole)
 
-    def _portion(self, group: int, portion: int) -> range:
-        count = len(self.groups[group].layer_names)
+    def _portion(self, part: Part, portion: int) -> range:
+        count = len(self.groups[part].layer_names)
         return range(count * portion // PORTIONS, count * (portion + 1) // PORTIONS)
 
-    def _where(self, layer_name: str) -> Iterator[tuple[int, int]]:
+    def _where(self, layer_name: str) -> Iterator[tuple[Part, int]]:
         """Yield a layer's group and its index there; nothing for a layer that shares another one's KV cache."""
-        for group, transfer in self.groups.items():
+        for part, transfer in self.groups.items():
             if layer_name in transfer.layer_names:
-                yield group, transfer.layer_names.index(layer_name)
+                yield part, transfer.layer_names.index(layer_name)

@@ -118,6 +118,23 @@ def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_eac
                 scene.scheduler.finished(request)
 
 
+def test_what_a_store_that_raises_may_write_to_is_not_used_again(clock: SimulatedClock, tmp_path: Path) -> None:
+    text = tokens(1, 70)
+    with Scene(clock, tmp_path) as scene:
+        begun(scene)
+        scene.put(text)
+        (store,) = scene.stores
+
+        class Raising(_Slow):
+            def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+                super().load(blocks)
+                raise RuntimeError("after it has begun")
+
+        scene.stager._stores = [Raising(clock, store, 1)]  # type: ignore[list-item]
+        assert scene.matched(Request("r", [*text, 5], [[0, 70]])) == 0
+        assert scene.slab._used > 0
+
+
 def test_a_missing_piece_of_one_chunk_leaves_the_others(clock: SimulatedClock, tmp_path: Path) -> None:
     """Even if it was evicted between the lookup and the read."""
     texts = [tokens(number, 70) for number in range(1, 5)]

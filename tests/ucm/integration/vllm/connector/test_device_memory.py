@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,30 @@ def test_scattered_rows_reach_their_blocks_and_nothing_else(caches: dict[str, An
                 for start in other.places().flat:
                     touched[start : start + other.element_size()] = True
         assert (part.raw[~touched] == was[~touched]).all()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_slice_of_heads_moves_between_ranks_of_any_number(name: str) -> None:
+    """What one rank of two gathers, a rank alone scatters into its half of the heads, and gathers again."""
+    whole, half = (dict(zip("abc", layer_views(name, (3, BLOCKS, heads, 4, 4)), strict=True)) for heads in (4, 2))
+    heads, pages = SimpleNamespace(num_kv_heads=2), dict.fromkeys("abc", 2 * 4 * 4 * 2)
+    alone = CacheGroup(0, 4, None, pages, tuple("abc"), spec=heads, slices=2)
+    (own,) = replace(alone, slices=1).parts
+    source = DeviceMemory(own, all_as_torch(half), BLOCKS, {})
+    staging = source.staging(2)
+    source.gather([1, 4], range(3), staging)
+    for part in alone.parts:
+        before = {layer: view.view().copy() for layer, view in whole.items()}
+        target = DeviceMemory(part, all_as_torch(whole), BLOCKS, {})
+        assert target.geometry == source.geometry
+        target.scatter([0, 1], [3, 0], range(3), staging)
+        own_heads = slice(2 * part.place, 2 * part.place + 2)
+        for layer, was in before.items():
+            was[[3, 0], own_heads] = half[layer].view()[[1, 4]]
+            assert np.array_equal(whole[layer].view().view(np.uint16), was.view(np.uint16)), "and nothing else"
+        again = target.staging(2)
+        target.gather([3, 0], range(3), again)
+        assert all(bool((rows == given).all()) for rows, given in zip(again, staging, strict=True))
 
 
 def test_the_host_reads_and_writes_torchs_own_memory() -> None:

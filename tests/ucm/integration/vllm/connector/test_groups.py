@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.kv_cache import (
     NO_BLOCK,
@@ -17,6 +19,7 @@ from ucm.integration.vllm.connector.kv_cache import (
     CacheGroups,
     cache_groups,
     in_chunks,
+    in_slices,
     lacking,
     longest_hit,
 )
@@ -419,6 +422,117 @@ def test_a_specification_without_a_size_is_refused() -> None:
     silent = type("FullAttentionSpec", (), {"block_size": 16})()
     with pytest.raises(UnsupportedModelError, match="does not say how large"):
         cache_groups(None, config((["a"], silent)))
+
+
+# Slices of heads.
+
+
+class Quantised(IntEnum):
+    NONE = 0
+    FP8_PER_TOKEN_HEAD = 3
+
+
+@dataclass
+class HeadsSpec:
+    """Since 0.32.0, as far as it concerns heads: 2 bytes for each of 8 numbers of a token and head."""
+
+    block_size: int = 16
+    num_kv_heads: int = 4
+    num_head_slots: int | None = None
+    state_content_bytes: int | None = None
+    kv_quant_mode: Quantised = Quantised.NONE
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * 8 * 2
+
+
+HeadsSpec.__name__ = "FullAttentionSpec"
+
+
+@dataclass
+class WindowHeadsSpec(HeadsSpec):
+    sliding_window: int = 40
+
+
+WindowHeadsSpec.__name__ = "SlidingWindowSpec"
+
+
+def engine_of(ranks: int, heads: int = 4) -> Any:
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: heads)
+    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+
+
+def sliced(spec: Any, shards: int, ranks: int, heads: int = 4) -> CacheGroups:
+    return in_slices(
+        cache_groups(None, config((["a"], HeadsSpec(num_kv_heads=heads // ranks)), (["b"], spec))),
+        shards,
+        engine_of(ranks, heads),
+    )
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_engines_of_several_sizes_have_the_same_slices_of_heads(shards: int) -> None:
+    found = {ranks: sliced(WindowHeadsSpec(num_kv_heads=4 // ranks), shards, ranks) for ranks in (1, 2)}
+    assert found[1].facts == found[2].facts
+    assert found[1].facts["kv_head_shards"] == shards
+    for ranks, groups in found.items():
+        for group in groups.groups:
+            assert [part.place for part in group.parts] == list(range(shards // ranks))
+            assert set(group.page_sizes.values()) == {16 * 4 // shards * 8 * 2}
+        assert groups.staged_bytes(160, {0: shards, 1: shards}) == 16 * 4 * 8 * 2 * (10 + 3)
+
+
+def test_layers_of_a_uniform_type_are_sliced_one_by_one() -> None:
+    @dataclass
+    class Uniform:
+        kv_cache_specs: dict[str, Any]
+        block_size: int = 16
+
+    spec = Uniform({"b": HeadsSpec(), "c": HeadsSpec(num_kv_heads=8)})
+    found = in_slices(cache_groups(None, config((["b", "c"], spec))), 4, engine_of(1)).groups[0]
+    assert found.page_sizes == {"b": 256, "c": 512}
+
+
+def test_without_the_setting_groups_stay_as_they_are() -> None:
+    groups = cache_groups(None, config((["a"], HeadsSpec())))
+    assert in_slices(groups, 0, None) is groups
+    assert "kv_head_shards" not in groups.facts
+    assert groups.groups[0].parts == [groups.groups[0]]
+
+
+@pytest.mark.parametrize(("shards", "ranks", "heads"), [(3, 1, 4), (2, 4, 4), (8, 8, 4), (4, 3, 12), (8, 2, 4)])
+def test_slices_that_do_not_fit_heads_and_ranks_are_refused(shards: int, ranks: int, heads: int) -> None:
+    groups = cache_groups(None, config((["a"], HeadsSpec(num_kv_heads=max(1, heads // ranks)))))
+    with pytest.raises(ConfigError, match=f"{heads} KV heads, and the engine {ranks} tensor-parallel"):
+        in_slices(groups, shards, engine_of(ranks, heads))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLAAttentionSpec(),
+        MambaSpec(),
+        ChunkedLocalAttentionSpec(),
+        HeadsSpec(num_kv_heads=1),
+        HeadsSpec(num_head_slots=2),
+        HeadsSpec(state_content_bytes=100),
+        HeadsSpec(kv_quant_mode=Quantised.FP8_PER_TOKEN_HEAD),
+    ],
+    ids=["latent", "states", "local", "a head", "other slots", "packed", "scales"],
+)
+def test_what_has_no_whole_heads_is_not_sliced(spec: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="whole KV heads") as refused:
+        sliced(spec, 2, 1)
+    assert "layer b" in refused.value.where
+    assert refused.value.fix == "remove kv_head_shards"
+
+
+def test_neither_a_ring_nor_an_unknown_cache_is_sliced() -> None:
+    unknown = cache_groups(SimpleNamespace(cache_config=SimpleNamespace(block_size=16)), None)
+    for groups in (cache_groups(None, config((["r"], CircularBufferSpec()), (["a"], HeadsSpec()))), unknown):
+        with pytest.raises(UnsupportedModelError, match="whole KV heads"):
+            in_slices(groups, 2, engine_of(1))
 
 
 # The longest hit.

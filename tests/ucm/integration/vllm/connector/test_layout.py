@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, Tensor, layer_views, tensor
 from ucm.integration.vllm.connector import kv_cache
-from ucm.integration.vllm.connector.failures import UnknownLayoutError
+from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
 from ucm.integration.vllm.connector.kv_cache import (
     CacheGroup,
     HostMemory,
@@ -22,6 +24,7 @@ from ucm.integration.vllm.connector.kv_cache import (
     group_layouts,
     layer_layout,
 )
+from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -328,3 +331,53 @@ def test_every_layer_is_checked_against_its_own_page_size() -> None:
     assert [layout.block_bytes for layout in found] == [64, 128]
     with pytest.raises(UnknownLayoutError, match="128 bytes in its tensor but 64"):
         group_layouts(group("small", "large", page=64), caches, 5)
+
+
+def parts_of(ranks: int, slices: int, heads: int) -> list[CacheGroup]:
+    """Return the group of layers a, b and c for each slice of one rank's heads."""
+    own = slices // ranks
+    page = heads // slices * TOKENS * DIM * 2
+    whole = CacheGroup(0, TOKENS, None, dict.fromkeys("abc", page), tuple("abc"), slices=own)
+    return replace(whole, spec=SimpleNamespace(num_kv_heads=heads // slices)).parts
+
+
+@pytest.mark.usefixtures("_without_torch")
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("padding", [0, 6])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_slice_of_heads_is_laid_out_alike_on_ranks_of_any_number(name: str, split: int, padding: int) -> None:
+    """Its bytes are those of its heads, whose order in a block of more heads does not matter."""
+    heads, found = 4, dict[int, list[tuple[list[bytes], BlockGeometry]]]()
+    for ranks in (1, 2, 4):
+        sizes = (3, BLOCKS + ranks, heads // ranks, TOKENS, DIM)  # the number of blocks is each engine's own
+        for rank in range(ranks):
+            views = layer_views(name, sizes, split, padding if split == 1 else 0)
+            for layer, view in enumerate(views):
+                values = view.view()
+                for block, head, token, cell in np.ndindex(values.shape):
+                    at = (layer, block, rank * heads // ranks + head, token, cell)
+                    values[block, head, token, cell] = np.float16(hash(at) % 2039)
+            caches = dict(zip("abc", views, strict=True))
+            for part in parts_of(ranks, 4, heads):
+                memory = HostMemory(part, caches, BLOCKS + ranks, {})
+                content = [b"".join(memory.buffers([block], range(3))) for block in range(BLOCKS)]
+                found.setdefault(rank * 4 // ranks + part.place, []).append((content, memory.geometry))
+    for place in range(4):
+        assert len(found[place]) == 3
+        assert found[place] == found[place][:1] * 3
+    assert len({content for of in found.values() for content in of[0][0]}) == 4 * BLOCKS, "no two are alike"
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        tensor((2, BLOCKS, TOKENS, 4, DIM)),
+        tensor((BLOCKS, TOKENS, 4 * DIM)),
+        tensor((BLOCKS, 2, TOKENS, 2 * DIM)),
+        (tensor((BLOCKS, 4, TOKENS, DIM)),) * 2,
+    ],
+    ids=["planes", "no heads", "other heads", "two tensors"],
+)
+def test_a_cache_without_a_dimension_of_heads_is_not_sliced(cache: object) -> None:
+    with pytest.raises(UnsupportedModelError, match="whole KV heads"):
+        group_layouts(parts_of(1, 2, 4)[0], dict.fromkeys("abc", cache), BLOCKS)

@@ -101,7 +101,7 @@ def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
 @pytest.fixture
 def saver(tmp_path: Path, clock: SimulatedClock) -> Iterator[Saver]:
     store = open_store(StoreConfig(directories=(str(tmp_path),)), "saver", GEOMETRY, clock=clock)
-    made = Saver(store, GEOMETRY.slice_sizes, 1 << 30, clock=clock)
+    made = Saver(store, GEOMETRY.nbytes, 1 << 30, clock=clock)
     yield made
     made.close()
     store.close()
@@ -196,7 +196,7 @@ def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: S
 
 
 def test_blocks_beyond_the_limit_fail_and_say_so(saver: Saver, clock: SimulatedClock) -> None:
-    narrow = Saver(saver.store, GEOMETRY.slice_sizes, 2 * GEOMETRY.nbytes, clock=clock)
+    narrow = Saver(saver.store, GEOMETRY.nbytes, 2 * GEOMETRY.nbytes, clock=clock)
     task = narrow.begin(KEYS[:3], [16, 32, 48])
     task.confirm()
     result = task.wait()

@@ -393,7 +393,7 @@ def test_blocks_are_staged_once_every_rank_has_answered(
     assert first.slab is not None
     waits = [side.scheduler.prepares]
     reader = SlabReader(clock=clock)
-    assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
+    assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record([0], GEOMETRY)}})
     plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
     assert [*waits, side.scheduler.prepares] == [True, False]
     assert not side.scheduler.stager.promises_names
@@ -415,12 +415,11 @@ def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
     assert first.authentication == Authenticator(secret("k")).fingerprint.hex()
     readers = [SlabReader(clock=clock), SlabReader(clock=clock)]
     for rank, (reader, theirs) in enumerate(zip(readers, (first.authentication, "0123456789abcdef"), strict=True)):
-        record = {"groups": {"0": geometry_record(rank, GEOMETRY)}, "authentication": theirs}
+        record = {"groups": {"0": geometry_record([rank], GEOMETRY)}, "authentication": theirs}
         assert reader.attach(first.slab, rank, record)
     plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert (side.scheduler.saves, side.scheduler.stager.has_begun) == (False, False)
-    for _ in range(3):
-        side.plan(STEP)
+    assert [side.plan(STEP).slab for _ in range(3)] == [None] * 3
     (said,) = [text for text in log.messages if "another authentication key" in text]
     assert "ranks [1]" in said
     side.close()
@@ -450,7 +449,7 @@ def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(
     assert first.slab is not None
     readers = [SlabReader(clock=clock), SlabReader(clock=clock)]
     for rank, reader in enumerate(readers):
-        assert reader.attach(first.slab, rank, {"groups": {"0": geometry_record(rank, GEOMETRY)}})
+        assert reader.attach(first.slab, rank, {"groups": {"0": geometry_record([rank], GEOMETRY)}})
     plan_until(clock, side, lambda: not side.scheduler.prepares)
     readers[0].report(WeightsReport(looked=2).to_record())
     assert side.plan(STEP).confirmed == 0
@@ -496,10 +495,11 @@ def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
     address = side.plan(STEP).slab
     assert address is not None
     reader = SlabReader(clock=clock)
-    assert reader.attach(address, 0, {"groups": {"0": geometry_record(7, GEOMETRY)}})
+    assert reader.attach(address, 0, {"groups": {"0": geometry_record([7], GEOMETRY)}})
     plan_until(clock, side, lambda: any("nothing is loaded" in text for text in log.messages))
     plan_until(clock, side, lambda: not side.scheduler.prepares)
     assert not side.scheduler.stager.has_begun
+    assert side.plan(STEP).slab is None
     side.close()
     reader.close()
 
@@ -521,7 +521,7 @@ def test_stores_that_take_long_to_open_keep_no_request_waiting(
     address = side.plan(STEP).slab
     assert address is not None
     reader = SlabReader(clock=clock)
-    assert reader.attach(address, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
+    assert reader.attach(address, 0, {"groups": {"0": geometry_record([0], GEOMETRY)}})
     stager = side.scheduler.stager
     plan_until(clock, side, lambda: stager.has_begun)
     assert not side.scheduler.prepares

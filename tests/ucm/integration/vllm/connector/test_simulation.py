@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -179,6 +180,37 @@ def test_any_engine(seed: int, tmp_path: Path) -> None:
 def test_two_engines_on_one_store(loads: Literal["staged", "direct"], tmp_path: Path) -> None:
     setting = Setting(loads=loads, losses=0.1, failing_saves=0.05, ranks=2)
     assert run(setting, tmp_path, seed=2, engines=2)["loads"] > 0
+
+
+#: Engines whose blocks are stored in slices of heads.
+SLICED = {
+    "staged": Setting(slices=2),
+    "four slices, chunks, reads fail": Setting(slices=4, stored_tokens=8, failing_loads=0.1),
+    "direct, blocks get lost": Setting(slices=2, loads="direct", losses=0.1),
+    "layer by layer, a window": Setting(slices=2, groups=HYBRID, loads="within", layerwise=True, blocks=48),
+}
+
+
+def across_sizes(setting: Setting, directory: Path, sizes: tuple[int, int]) -> None:
+    """Let engines of so many ranks, one after the other, serve requests; only the first one saves."""
+    chance = random.Random(1)  # noqa: S311 - no secret
+    truth, keys, clock = setting.truth(), Keys(), repeatable(1)
+    some = prompts(chance)
+    for one in (replace(setting, ranks=sizes[0]), replace(setting, ranks=sizes[1], failing_saves=1.0)):
+        engine = Engine(one, directory, chance, truth, keys, clock)
+        serve([engine], chance, some)
+        engine.close()
+        stored, wrong = wrong_blocks(engine, directory)
+        assert wrong == []
+        assert stored
+    assert engine.happened["loads"] > 0
+    assert engine.happened["finished"] == REQUESTS
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_of_heads_are_shared_between_sizes(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    across_sizes(SLICED[name], tmp_path, sizes)
 
 
 def test_an_engine_without_a_store_serves_the_same(clock: SimulatedClock, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting, any_setting
-from tests.ucm.integration.vllm.connector.test_simulation import run
+from tests.ucm.integration.vllm.connector.test_simulation import SLICED, across_sizes, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,3 +39,10 @@ def test_blocks_are_loaded(setting: Setting, tmp_path: Path) -> None:
     happened = run(setting, tmp_path, seed=1)
     print(dict(happened))
     assert all(happened[what] for what in ("loads", "stored", "injected", "preempted"))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_of_heads_are_shared_between_sizes(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """The heads of a token are together, so that a slice is in as many pieces as there are tokens."""
+    across_sizes(replace(SLICED[name], staged=True), tmp_path, sizes)

@@ -171,9 +171,9 @@ class Setup:
         self.transfer = Scripted()
         self.counts = Counts()
         self.worker = kind(
-            {0: self.transfer},
+            {(0, 0): self.transfer},
             self.counts,
-            places={0: 1},
+            places={(0, 0): 1},
             saves={0} if saves else set(),
             between_steps=between_steps,
             background=background,
@@ -273,6 +273,78 @@ def test_what_nobody_asks_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         setup.transfer.finish()
     assert setup.worker.take_stored() == {(0, KEYS[block]): {1: "posix"} for block in (3, 4, 5)}
     assert setup.worker.take_stored() == {}
+
+
+class Slices(Setup):
+    """A rank that stores two slices of each block, the third and the fourth of all."""
+
+    def __init__(self, kind: type[TransferWorker] = TransferWorker, *, between_steps: bool = False) -> None:
+        super().__init__(kind, between_steps=between_steps)
+        self.transfers = [Scripted(), Scripted()]
+        self.worker = kind(
+            {(0, place): transfer for place, transfer in enumerate(self.transfers)},
+            self.counts,
+            places={(0, 0): 2, (0, 1): 3},
+            saves={0},
+            between_steps=between_steps,
+            background=True,
+        )
+        self.worker.reports_stored = True
+
+
+@pytest.mark.parametrize("kind", [TransferWorker, LayerWiseWorker])
+def test_each_slice_of_a_block_is_saved_and_reported(kind: type[TransferWorker]) -> None:
+    slices = Slices(kind)
+    plan = StepPlan(1, saves=[moves(1, 2)], late_saves=[moves(3)])
+    slices.worker.begin(plan)
+    for name in LAYERS:
+        slices.worker.layer_computed(name)
+    slices.worker.save(plan)
+    said = [transfer.said() for transfer in slices.transfers]
+    assert said[0] == said[1]
+    assert [what for what in said[0] if what.startswith("confirm")] == ["confirm 3", "confirm 1 2"]
+    for transfer in slices.transfers:
+        transfer.finish()
+    slices.worker.begin(StepPlan(2))
+    assert slices.worker.take_stored() == {(0, KEYS[block]): {2: "posix", 3: "posix"} for block in (1, 2, 3)}
+    slices.worker.close()
+
+
+@pytest.mark.parametrize("loads", ["staged", "read"])
+def test_a_block_of_which_one_slice_fails_is_reported_as_failed(loads: str) -> None:
+    """Its tokens are counted once, and its request waits for all slices."""
+    slices = Slices(between_steps=True)
+    slices.transfers[1].failing["load", KEYS[2]] = BlockCorruptError("bad")
+    there = moves(1, 2)
+    if loads == "staged":
+        there.places, there.shares, there.tiers = [4096, 8192], (0, 512, 1024, 1536), ["posix", "posix"]
+    plan = StepPlan(1, loads=[there])
+    slices.worker.begin(plan)
+    slices.worker.load(plan)
+    if loads == "staged":
+        places = [transfer.staged[0] for transfer in slices.transfers]
+        assert [staged and list(staged.places) for staged in places] == [[5120, 9216], [5632, 9728]]
+    for transfer in slices.transfers:
+        transfer.finish()
+    assert slices.worker.take_loaded() == {"r"}
+    assert slices.worker.take_failed_blocks() == {2}
+    assert slices.counts.blocks["loaded"] == 3
+    assert slices.counts.blocks["load.corrupt"] == 1
+
+
+def test_a_slice_that_fails_first_is_reported_with_the_last_one() -> None:
+    """When vLLM hears of failed blocks, their request's load must have ended."""
+    slices = Slices(between_steps=True)
+    slices.transfers[0].failing["load", KEYS[1]] = BlockCorruptError("bad")
+    plan = StepPlan(1, loads=[moves(1, 2)])
+    slices.worker.begin(plan)
+    slices.worker.load(plan)
+    slices.transfers[0].finish()
+    assert slices.worker.take_loaded() == set()
+    assert slices.worker.take_failed_blocks() == set()
+    slices.transfers[1].finish()
+    assert slices.worker.take_loaded() == {"r"}
+    assert slices.worker.take_failed_blocks() == {1}
 
 
 def test_what_could_not_be_saved_is_counted_once() -> None:

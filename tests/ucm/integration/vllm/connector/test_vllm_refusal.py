@@ -36,6 +36,11 @@ if TYPE_CHECKING:
         (UCMDirectConnector, {}, "no store is configured"),
         (UCMConnector, {"store": {"pipeline": "Empty"}, "blend": {}}, "UCMConnector blends nothing"),
         (BlendConnector, {"store": {"pipeline": "Empty"}, "blend": {"edges": 8}}, "'edges' is not a setting"),
+        (
+            BlendConnector,
+            {"store": {"pipeline": "Empty"}, "kv_head_shards": 2},
+            "BlendConnector stores each rank's part of a chunk as it is",
+        ),
     ],
 )
 def test_a_refused_configuration(

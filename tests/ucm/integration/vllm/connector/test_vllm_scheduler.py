@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import create_autospec, patch
 
@@ -57,6 +58,12 @@ ENGINES = {
         groups=((4, 9, 3),), loads="direct", ranks=2, asynchronous=True, failing_loads=0.1
     ),
     "only windows, layer by layer": Setting(groups=((4, 9, 3),), layerwise=True, failing_loads=0.2),
+    "slices of heads": Setting(slices=4, ranks=2, failing_loads=0.2, failing_saves=0.05, aborts=0.1),
+    "slices of heads, chunks, layer by layer": Setting(slices=2, stored_tokens=8, layerwise=True, failing_loads=0.2),
+    "slices of heads, a window, direct": Setting(
+        groups=((4, None, 3), (4, 6, 3)), slices=2, ranks=2, loads="direct", blocks=48, failing_loads=0.1
+    ),
+    "slices of heads, on a device": Setting(slices=4, ranks=2, staged=True, asynchronous=True, failing_loads=0.1),
     "a window, asynchronous": Setting(
         groups=((4, None, 2), (4, 9, 2), (4, 1, 2)), asynchronous=True, blocks=72, layerwise=True
     ),
@@ -223,6 +230,43 @@ def test_engines(name: str, tmp_path: Path) -> None:
     chance = random.Random(1)  # noqa: S311 - no secret
     happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13))
     print(name, dict(happened))
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_an_engine_of_another_size_finds_whole_blocks_alone(
+    clock: SimulatedClock, tmp_path: Path, sizes: tuple[int, int], *, layerwise: bool
+) -> None:
+    """In slices of heads: a block of which one slice is lost or damaged is computed, and saved again."""
+    chance = random.Random(3)  # noqa: S311 - no secret
+    setting = Setting(slices=4, layerwise=layerwise)
+    truth, known = setting.truth(), dict[bytes, tuple[int, ...]]()
+
+    def run(size: int) -> int:
+        """Serve the prompt on a new engine of a size; return how many blocks were loaded."""
+        engine = VllmEngine(replace(setting, ranks=size), tmp_path, chance, truth, clock)
+        with engine._patched:
+            engine.submit(list(range(1, 31)), 6)
+            while engine.scheduler.has_requests():
+                engine.turn()
+                clock.run_until_idle()
+            engine.drain()
+            visible(engine)
+            known.update(engine.known)
+            engine.known = known
+            check_stored(engine)
+            engine.close()
+        return engine.happened["loads"]
+
+    assert run(sizes[0]) == 0
+    assert run(sizes[1]) == 7
+    for place in range(4):
+        found = tmp_path.glob(f"store/*kv{place}of4-pp0of1-g0-*/*/*")
+        first, *_, last = (path for path in found if re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name))
+        first.unlink()
+        last.write_bytes(last.read_bytes()[:-1] + b"?")
+        assert run(sizes[1]) < 7
+        assert run(sizes[0]) == 7, "what was missing is there again"
 
 
 def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(

@@ -36,11 +36,11 @@ IDLE, PATIENCE = 0.0002, 120.0
 
 
 def open_blocks(
-    clock: SimulatedClock, directory: Path, rank: int, group: int, geometry: BlockGeometry | None
+    clock: SimulatedClock, directory: Path, part: int, group: int, geometry: BlockGeometry | None
 ) -> KVStore:
-    """Return a rank's store of one group."""
+    """Return the store of one part of a group's blocks: a rank's, or a slice of heads."""
     config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
-    return open_store(config, f"model/rank{rank}-g{group}", geometry, clock=clock)
+    return open_store(config, f"model/part{part}-g{group}", geometry, clock=clock)
 
 
 class Uncounted:
@@ -90,12 +90,15 @@ class Engine:
         self.stores: list[FaultyStore] = []
         groups = setting.cache_groups()
         self.ranks = [Rank(number, groups, setting, self._faulty, clock) for number in range(setting.ranks)]
-        geometries = {group.index: [rank.geometries[group.index] for rank in self.ranks] for group in groups.groups}
+        geometries = {
+            group.index: [rank.geometries[group.index] for rank in self.ranks for _ in group.parts]
+            for group in groups.groups
+        }
         row = max(sum(-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group) for of_group in geometries.values())
         slab = None if setting.loads == "direct" else Slab(setting.rows * row, setting.ranks, clock=clock)
         # Opened as in the scheduler's process; the workers' stores are separate.
         self._looking: dict[int, list[FaultyStore]] = {
-            group: [self._faulty(rank, group, geometry) for rank, geometry in enumerate(of_group)]
+            group: [self._faulty(part, group, geometry) for part, geometry in enumerate(of_group)]
             for group, of_group in geometries.items()
         }
         stager = Stager(groups, slab, 60.0, 0.0, clock=clock)
@@ -266,10 +269,10 @@ class Engine:
         except ValueError:
             return False
 
-    def _faulty(self, rank: int, group: int, geometry: BlockGeometry) -> FaultyStore:
+    def _faulty(self, part: int, group: int, geometry: BlockGeometry) -> FaultyStore:
         setting = self.setting
         store = FaultyStore(
-            open_blocks(self.clock, self.directory, rank, group, geometry),
+            open_blocks(self.clock, self.directory, part, group, geometry),
             self.clock,
             self.chance,
             setting.failing_loads,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 from unittest.mock import patch
 
-from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
 from ucm.integration.vllm.connector import kv_cache
 from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class OpenStore(Protocol):
-    """Opens a rank's store of one group."""
+    """Opens the store of a part of a group's blocks, by its place among those of all ranks."""
 
-    def __call__(self, rank: int, group: int, geometry: BlockGeometry) -> KVStore: ...
+    def __call__(self, part: int, group: int, geometry: BlockGeometry) -> KVStore: ...
 
 
 class Uncounted:
@@ -57,16 +56,17 @@ class Rank:
     ) -> None:
         self._clock = clock
         self.number = number
-        self.memory = KVMemory(groups, setting.blocks, number)
+        self.memory = setting.memory(number)
         self.geometries: dict[int, BlockGeometry] = {}
         self._open_store = open_store
         self.slab = SlabReader(clock=clock)
-        transfers = {group.index: self._transfer(group, setting) for group in groups.groups}
+        parts = [part for group in groups.groups for part in group.parts]
+        transfers = {(part.index, part.place): self._transfer(part, setting) for part in parts}
         self.worker = (LayerWiseWorker if setting.layerwise else TransferWorker)(
             transfers,
             Uncounted(),
-            places={group.index: number for group in groups.groups},
-            saves=set(transfers),
+            places={(part.index, part.place): self._place(part) for part in parts},
+            saves={group.index for group in groups.groups},
             between_steps=setting.between_steps,
             background=setting.background,
             clock=clock,
@@ -101,6 +101,9 @@ class Rank:
                 self.memory.check(moves, failed, truth, keys)
         return failed, loaded
 
+    def _place(self, group: CacheGroup) -> int:
+        return self.number * len(group.parts) + group.place
+
     def _transfer(self, group: CacheGroup, setting: Setting) -> GroupTransfer:
         caches = self.memory.caches
         if setting.staged:
@@ -109,7 +112,7 @@ class Rank:
             device = DeviceMemory(group, all_as_torch(caches), setting.blocks, {})
             self.geometries[group.index] = device.geometry
             # Room for two blocks in each direction, so that there are several chunks.
-            store = self._open_store(self.number, group.index, device.geometry)
+            store = self._open_store(self._place(group), group.index, device.geometry)
             room = setting.rows * device.geometry.nbytes
             return StagedTransfer(
                 device, store, self.slab, 2 * device.geometry.nbytes, save_queue_bytes=room, clock=self._clock
@@ -117,5 +120,5 @@ class Rank:
         with patch.object(kv_cache, "_storage", lambda tensor: memoryview(tensor.raw)):
             host = HostMemory(group, caches, setting.blocks, {})
         self.geometries[group.index] = host.geometry
-        store = self._open_store(self.number, group.index, host.geometry)
+        store = self._open_store(self._place(group), group.index, host.geometry)
         return HostTransfer(host, store, self.slab, setting.rows * host.geometry.nbytes, clock=self._clock)

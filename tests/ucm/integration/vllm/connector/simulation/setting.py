@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal
 
-from tests.ucm.integration.vllm.connector.simulation.truth import RING, STATE, Truth
+from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, RING, STATE, Truth
 from tests.ucm.stepping.setting import EngineSetting
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, in_chunks
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Setting(EngineSetting):
         save_decode_blocks: Whether blocks of generated tokens are saved.
         staged: Whether the KV cache is on a device: torch's CPU.
         announced_late: Whether vLLM prepares the blocks of a step before it announces the step: its V2 runner does.
+        slices: The slices of KV heads that a block is stored in, each of two heads; 0: each rank's part is stored as it
+            is, and has one head.
         hash_tokens: The tokens that vLLM hashes as one, so that its own hits of states may end within a block; 0: those
             of a block.
     """
@@ -64,6 +69,7 @@ class Setting(EngineSetting):
     announced_late: bool = False
     hash_tokens: int = 0
     precisions: bool = False
+    slices: int = 0
     blocks: int = field(default=24, kw_only=True)
     budget: int = field(default=16, kw_only=True)
     running: int = field(default=4, kw_only=True)
@@ -71,6 +77,36 @@ class Setting(EngineSetting):
     @property
     def between_steps(self) -> bool:
         return self.loads != "within"
+
+    @property
+    def heads(self) -> int:
+        """The KV heads of a rank."""
+        return 2 * self.slices // self.ranks or 1
+
+    def memory(self, rank: int) -> KVMemory:
+        """Return the KV cache of a rank."""
+        groups = self.cache_groups()
+        return KVMemory(
+            groups, self.blocks, rank, precisions=self.precisions, heads=self.heads, tokens_first=self.staged
+        )
+
+    def stored(self, group: CacheGroup, tokens: Sequence[int], truth: Truth, part: int) -> bytes:
+        """Return what a block of a group must contain, of one of all ranks' parts of it.
+
+        Args:
+            group: The group.
+            tokens: The tokens up to the block's end.
+            truth: The expected results.
+            part: The part's place.
+        """
+        windows = [window for _, window, count in self.groups for _ in range(count)]
+        first = sum(count for _, _, count in self.groups[: group.index])
+        layers = range(first, first + self.groups[group.index][2])
+        heads = [2 * part, 2 * part + 1] if self.slices else [part]
+        count = 1 if windows[first] == STATE else group.chunk_tokens
+        cells = truth.cells(tokens)[heads][:, layers, -count:]
+        by_block = cells.reshape(len(heads), len(layers), group.chunk_blocks, -1)
+        return by_block.transpose((1, 2, 3, 0) if self.staged else (1, 2, 0, 3)).astype(CELL).tobytes()
 
     def cache_groups(self) -> CacheGroups:
         names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))
@@ -83,6 +119,8 @@ class Setting(EngineSetting):
                 tuple(next(names) for _ in range(count)),
                 is_recurrent=window == STATE,
                 is_local=window is not None and window < 0,
+                spec=SimpleNamespace(num_kv_heads=2) if self.slices else None,
+                slices=self.slices // self.ranks,
             )
             for index, (size, window, count) in enumerate(self.groups)
         )
@@ -92,7 +130,9 @@ class Setting(EngineSetting):
 
     def truth(self) -> Truth:
         return Truth(
-            [window for _, window, count in self.groups for _ in range(count)], self.ranks, replicated=self.precisions
+            [window for _, window, count in self.groups for _ in range(count)],
+            self.heads * self.ranks,
+            replicated=self.precisions,
         )
 
 
@@ -112,7 +152,7 @@ def any_setting(chance: random.Random) -> Setting:
     loads: Literal["staged", "within", "direct"] = chance.choice(("staged", "within", "direct"))
     groups = chance.choice(_GROUPS) if loads == "within" else _ONE_GROUP
     batches = chance.randint(1, 3)
-    return Setting(
+    found = Setting(
         groups=groups,
         stored_tokens=chance.choice((0, 0, 8, 12)),
         ranks=chance.choice((1, 1, 2, 3)),
@@ -136,3 +176,4 @@ def any_setting(chance: random.Random) -> Setting:
         losses=chance.choice((0, 0.1)),
         save_decode_blocks=chance.random() < 0.8,
     )
+    return replace(found, slices=found.ranks * chance.choice((0, 0, 1, 2)))

@@ -42,7 +42,7 @@ from tests.e2e.engine import MODEL
 from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
-from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
+from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, embedded, forward
 from tests.ucm.integration.vllm.connector.simulation.truth import CELL, END, RING, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.clock import Clock
@@ -113,10 +114,14 @@ class VllmEngine:
         config = self._configuration(write_model(MODEL))
         if groups.has_states:
             config.cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such a model
+        config.model_config.get_total_num_kv_heads = lambda: setting.heads * setting.ranks
         clock.advance(1.0)  # or the time in which files that were just written may change unseen would pass later
-        page = max(group.block_size for group in every) * CELL.itemsize
+        page = max(group.block_size for group in every) * setting.heads * CELL.itemsize
         specs = [
-            KVCacheGroupSpec(list(group.layer_names), _specification(group, page, precisions=setting.precisions))
+            KVCacheGroupSpec(
+                list(group.layer_names),
+                _specification(group, page, precisions=setting.precisions, heads=setting.heads),
+            )
             for group in every
         ]
         caches = KVCacheConfig(setting.blocks, [], specs)
@@ -149,9 +154,7 @@ class VllmEngine:
             self.scheduler = make_scheduler(config, shown, hashed)
         self.connector: Any = self.scheduler.connector
         self._config = config
-        self.memories = [
-            KVMemory(groups, setting.blocks, rank, precisions=setting.precisions) for rank in range(setting.ranks)
-        ]
+        self.memories = [setting.memory(rank) for rank in range(setting.ranks)]
         self.workers = [self._worker(config, caches, memory) for memory in self.memories]
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], setting.ranks)
         self._planned: deque[tuple[Any, list[Work]]] = deque()
@@ -223,6 +226,7 @@ class VllmEngine:
         return {
             "connector": "layerwise" if self.setting.layerwise else "direct",
             "chunk_tokens": self.setting.stored_tokens,
+            "kv_head_shards": self.setting.slices,
             "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "save_nice": 0},
             "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
@@ -350,8 +354,8 @@ class VllmEngine:
         self.happened["finished"] += 1
 
 
-def _specification(group: CacheGroup, page: int, *, precisions: bool) -> Any:
-    """Return a specification with 8 bytes per token, or per state, in pages of so many bytes."""
+def _specification(group: CacheGroup, page: int, *, precisions: bool, heads: int) -> Any:
+    """Return a specification with 8 bytes per token and head, or per state, in pages of so many bytes."""
     if group.is_recurrent:
         return MambaSpec(
             block_size=group.block_size,
@@ -360,7 +364,7 @@ def _specification(group: CacheGroup, page: int, *, precisions: bool) -> Any:
             page_size_padded=page,
             mamba_cache_mode="align",
         )
-    cells = {"block_size": group.block_size, "num_kv_heads": 1, "dtype": torch.int64, "page_size_padded": page}
+    cells = {"block_size": group.block_size, "num_kv_heads": heads, "dtype": torch.int64, "page_size_padded": page}
     if group.window is None and precisions:  # latents, and an indexer's keys beside them
         kinds = [
             {"head_size": 1},

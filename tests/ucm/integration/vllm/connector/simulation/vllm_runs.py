@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -84,23 +85,23 @@ def check_stored(engine: VllmEngine) -> int:
     """Check every stored block; return their number."""
     count = 0
     keys = [BlockKey(key) for key in engine.known]
-    groups, ranks = engine.setting.cache_groups().groups, len(engine.memories)
-    parts = {
-        f"tp{'all' if engine.setting.precisions else f'{memory.rank}of'}{ranks}-pp0of1-g{group.index}-": (memory, group)
-        for memory in engine.memories
-        for group in groups
-    }
-    assert len(engine.stores) == len(parts)
+    setting, ranks = engine.setting, len(engine.memories)
+    groups = {group.index: group for group in setting.cache_groups().groups}
+    begins = f"kv(?P<part>[0-9]+)of{setting.slices}" if setting.slices else f"tp(?P<part>[0-9]+|all)(of)?{ranks}"
+    count_of_parts = setting.slices or (1 if setting.precisions else ranks)
+    assert len(engine.stores) == count_of_parts * len(groups)
     for tag, store in engine.stores.items():
-        memory, group = next(part for begins, part in parts.items() if tag.startswith(begins))
-        layers = [layer for layer, of in enumerate(memory.group_of) if of == group.index]
-        tokens = 1 if group.is_recurrent else group.chunk_tokens
-        nbytes, slices = tokens // group.chunk_blocks * CELL.itemsize, len(layers) * group.chunk_blocks
+        found = re.match(begins + "-pp0of1-g(?P<group>[0-9]+)-", tag)
+        assert found is not None, tag
+        part = 0 if found["part"] == "all" else int(found["part"])
+        group = groups[int(found["group"])]
+        slices = len(group.layer_names) * group.chunk_blocks
         there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
+        nbytes = (1 if group.is_recurrent else group.block_size) * (2 if setting.slices else 1) * CELL.itemsize
         read = {key: [bytearray(nbytes) for _ in range(slices)] for key in there}
         blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in read.items()]
         for key in store.inner.load(blocks).wait().done:
-            right = engine.truth.cells(engine.known[key])[memory.rank, layers, -tokens:]
-            assert b"".join(read[key]) == right.astype(CELL).tobytes(), "a wrong block was stored"
+            right = setting.stored(group, engine.known[key], engine.truth, part)
+            assert b"".join(read[key]) == right, "a wrong block was stored"
             count += 1
     return count
