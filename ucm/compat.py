@@ -576,6 +576,20 @@ def saves_after_drafts() -> bool:
     return hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector")
 
 
+def draft_metadata(attention_group: Any, common: Any, number: int) -> Any:
+    """Return a backend's metadata for a step that makes drafts.
+
+    Args:
+        attention_group: vLLM's ``AttentionGroup``. From 0.32.0 on it maps blocks itself, where its backend needs
+            smaller ones.
+        common: vLLM's ``CommonAttentionMetadata``.
+        number: How many drafts were made before.
+    """
+    if hasattr(attention_group, "build_metadata_for_drafting"):
+        return attention_group.build_metadata_for_drafting(common, number)
+    return attention_group.get_metadata_builder().build_for_drafting(common, number)
+
+
 # The engine's configuration.
 
 

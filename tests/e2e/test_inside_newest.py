@@ -44,6 +44,7 @@ FILES = (
     f"{SPARSE}/test_window_kernel.py",
     f"{SPARSE}/topk/test_block_topk.py",
     f"{SPARSE}/topk/test_codes.py",
+    f"{SPARSE}/topk/test_drafts.py",
     f"{SPARSE}/topk/test_mass.py",
     f"{SPARSE}/topk/test_attention_share.py",
     f"{SPARSE}/topk/test_representatives.py",

@@ -24,6 +24,7 @@ METHODS = {
     "Probe": "ucm.sparse.probe:Probe",
     "ReRoPE": "ucm.sparse.rerope:ReRoPE",
     "SinkWindow": "ucm.sparse.sink_window:SinkWindow",
+    "SparseDrafts": "ucm.sparse.topk.drafts:SparseDrafts",
     "StreamingLLM": "ucm.sparse.sink_window:SinkWindow",
 }
 

@@ -1,8 +1,9 @@
 """Run the same requests alone and among others, on an engine in this process: `company.py SPEC RESULT`, JSON files.
 
 Each phase is a list of requests, each with the step before which it arrives. A request may continue another one's
-answer. The result has each request's generated tokens, hit tokens, and number of steps that generated some; and each
-phase's preemptions of requests that had started to generate, and drafts that were to be verified.
+answer, or end after some tokens, as one whose client is gone. The result has each request's generated tokens, their
+logarithms of probability if it asks for these, hit tokens, and number of steps that generated some; and each phase's
+preemptions of requests that had started to generate, and drafts that were to be verified.
 """
 
 from __future__ import annotations
@@ -54,9 +55,15 @@ class Engine:
                 break
             drafted += sum(len(of.spec_token_ids) for of in getattr(self._scheduler, "requests", {}).values())
             for output in self._engine.step():
-                of = found[int(output.request_id.rpartition(" ")[2])]
+                of = found[number_of(output)]
                 of["tokens"], of["cached"] = list(output.outputs[0].token_ids), output.num_cached_tokens
                 of["steps"] += 1
+                of["logprobs"] = [
+                    logprobs[token].logprob
+                    for token, logprobs in zip(of["tokens"], output.outputs[0].logprobs or (), strict=False)
+                ]
+                if len(of["tokens"]) >= requests[number_of(output)].get("ends", sys.maxsize):
+                    self._engine.abort_request([output.request_id])
             for own, running in getattr(self._scheduler, "requests", {}).items():
                 if running.num_preemptions and running.num_output_tokens:
                     answering[own] = running.num_preemptions
@@ -74,6 +81,11 @@ class Engine:
         before = self._told[phase][number]
         tokens: list[int] = before["prompt"] + before["tokens"]
         return tokens
+
+
+def number_of(output: Any) -> int:
+    """Return the place of an output's request in its phase."""
+    return int(output.request_id.rpartition(" ")[2])
 
 
 def exported() -> dict[str, float]:

@@ -110,7 +110,7 @@ class BlockTopK(SparseMethod):
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
-    needed_hooks = NEEDED
+    needed_hooks: ClassVar[tuple[str, ...]] = NEEDED
     serves_latent = True
     serves_drafts = True
     serves_hybrids = True
@@ -305,12 +305,15 @@ class BlockTopK(SparseMethod):
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Decide by the lengths which rows are sparse in this step."""
-        self._batch = self.attention.batch(runner, scheduler_output, input_batch)
-        self._outcomes.begin(self._batch.request_ids)
+        self._begin(self.attention.batch(runner, scheduler_output, input_batch))
+
+    def _begin(self, batch: StepBatch) -> None:
+        self._batch = batch
+        self._outcomes.begin(batch.request_ids)
         self._tables, self._completed_ids, self._asked = None, None, False
         self._plan, self._completed = None, ()
         if self._planner is not None:  # the block size is unknown before the first layer with a cache
-            self._take_plan(self._planner, self._batch)
+            self._take_plan(self._planner, batch)
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
@@ -354,6 +357,9 @@ class BlockTopK(SparseMethod):
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Count the step; raise if no layer called the method, because the step was then not restricted."""
         del runner, scheduler_output, model_output
+        self._finish()
+
+    def _finish(self) -> None:
         plan, self._plan, batch, self._batch = self._plan, None, self._batch, None
         self._completed, self._completed_ids = (), None
         if batch is not None and not self._asked:
@@ -420,6 +426,27 @@ class BlockTopK(SparseMethod):
         kv_cache: Tensor,
         attn_metadata: Any,
     ) -> Any:
+        chosen, lens = self._choose(plan, layer_name, query, key, value, kv_cache, attn_metadata)
+        if self._samples.due():
+            table = self.attention.block_table(attn_metadata)
+            self._samples.begin(layer_name, plan, query, table, chosen, lens)
+        self.counts["blocks_read"] += int(plan.totals.sum())
+        self.counts["blocks_held"] += int(plan.blocks.sum())
+        longest = int(plan.seq_lens.max())
+        split = None if self._tables is None else self._tables[1].split
+        return self.attention.restricted(layer_name, attn_metadata, chosen, lens, longest, split)
+
+    def _choose(
+        self,
+        plan: SelectionPlan,
+        layer_name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block table and the lengths that a layer reads."""
         if self._tables is None or self._tables[0] is not attn_metadata:
             table = self.attention.block_table(attn_metadata)
             self._tables = attn_metadata, step_tables(plan, table, self._kernel_buffers(table.device))
@@ -433,16 +460,10 @@ class BlockTopK(SparseMethod):
         for block_ids, fresh in tables.fresh:
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
-        found = self.attention.restricted(layer_name, attn_metadata, chosen, lens, tables.max_seq_len, tables.split)
-        if self._samples.due():
-            table = self.attention.block_table(attn_metadata)
-            self._samples.begin(layer_name, plan, query, table, chosen, lens)
         if plan.top_p is not None:
             spared = (tables.seq_lens - lens).sum()
             self._spared = spared if self._spared is None else self._spared + spared
-        self.counts["blocks_read"] += int(plan.totals.sum())
-        self.counts["blocks_held"] += int(plan.blocks.sum())
-        return found
+        return chosen, lens
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():

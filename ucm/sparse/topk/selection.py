@@ -253,7 +253,7 @@ class SelectionPlanner:
             excluded: Requests that stay dense.
         """
         budget = self.budget
-        self._set_back(batch)
+        self.set_back(batch)
         totals = self._totals(batch)
         dense_tokens = self._dense_tokens(totals)
         pieces = self._pieces(batch, dense_tokens)
@@ -375,7 +375,7 @@ class SelectionPlanner:
         """Forget the representatives of a request."""
         self._made.pop(request_id, None)
 
-    def _set_back(self, batch: StepBatch) -> None:
+    def set_back(self, batch: StepBatch) -> None:
         """Forget the representatives of blocks that this step or a later one writes, or that came with an admission.
 
         A step writes a block again whose drafts were rejected.
