@@ -69,6 +69,8 @@ def test_answers_are_the_same(environments: Environments, tmp_path: Path) -> Non
         noted = any(note.startswith(f"{name}: vLLM counted no preemption") for note in data["notes"])
         assert (row["preemptions"] > 0) == (crowd and not noted), row
     assert sum(row["preemptions"] for row in rows.values()) > 0
+    assert {tier["tier"] for tier in data["tiers"]} == {"Dram", "Posix"}
+    assert all(tier["rate"] > 0 < tier["limit"] for tier in data["tiers"])
     assert data["runs"]["plain"]["runner"].startswith("model runner V1")
     assert data["prompts"]["source"] == "token ids"
     assert not list(store.iterdir())

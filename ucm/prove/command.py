@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
         help="run your model with and without UCM, and compare the answers",
         description="Run your own model on your own device in engines without UCM and with it, one at a time and 16 at "
         "a time, with aborts and preemptions, after a reset of vLLM's prefix cache and after a restart. Compare the "
-        "tokens, and show times. Its own stores are deleted.",
+        "tokens, and show times and speeds. Its own stores are deleted.",
         epilog=_EPILOG,
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")

@@ -54,6 +54,17 @@ class ProofStore:
         """The tiers on servers."""
         return [name for name in self.config.parts if name in OURS and is_on_servers(name)]
 
+    def section(self, tier: str) -> dict[str, Any]:
+        """Return a ``store`` section with one tier of the pipeline alone."""
+        section = dict(self.extra["store"])
+        tiers = {name: options for name, options in section.get("tiers", {}).items() if name == tier}
+        kept = {
+            name: value
+            for name, value in section.items()
+            if (name not in _ONLY_POSIX or tier in POSIX) and (not name.startswith("dram_") or tier in DRAM)
+        }
+        return {**kept, "pipeline": tier, **({"tiers": tiers} if tiers else {})}
+
     def remove(self, tags: Iterable[str]) -> list[str]:
         """Delete the store.
 
@@ -78,6 +89,9 @@ class ProofStore:
             except StoreError as error:
                 left.append(f"blocks of this run may be left on {name}: {error}")
         return left
+
+
+_ONLY_POSIX = frozenset({"directories", "posix_capacity", "fsync", "direct_io"})
 
 
 def _remove_values(config: StoreConfig, name: str, digests: set[str]) -> None:

@@ -48,6 +48,10 @@ def test_the_tiers_are_on_the_users_media_in_directories_of_their_own(directory:
     assert section["dram_directory"] == f"{memory}-ucm-prove-1"
     assert (found.extra["connector"], section["load_threads"]) == ("layerwise", 3)
     assert "weights_id" not in found.extra
+    for tier, names in (("Posix", {"directories", "posix_capacity"}), ("Dram", {"dram_directory", "dram_capacity"})):
+        alone = found.section(tier)
+        assert alone["pipeline"] == tier
+        assert set(alone) == {"pipeline", "load_threads", *names}
 
 
 def test_a_refused_store_leaves_nothing(directory: Path) -> None:
