@@ -16,7 +16,7 @@ from ucm.store.factory import open_store, open_tier
 from ucm.store.inspection import stored_blocks
 from ucm.store.posix.layout import IDENTITY, MARKER
 from ucm.store.posix.leases import LeaseRules, pinned_until
-from ucm.store.posix.space import UNIT, USAGE_FILE
+from ucm.store.posix.space import USAGE_FILE
 from ucm.store.tier import DEEPEST, kept_until, used_until
 
 if TYPE_CHECKING:
@@ -164,9 +164,12 @@ def _judge(scene: Scene, leased: dict[int, list[int]]) -> Figures:
 
 
 def _held(root: str) -> int:
-    """Return the bytes of a directory's blocks, also of unfinished ones, but not of what was never written of them."""
+    """Return the bytes of a directory's blocks, also of unfinished ones, but not of what was never written of them.
+
+    The last unit of a file counts as far as it is used, as in the scans of a tier: the capacity is one of bytes.
+    """
     files = [path.lstat() for path in below(root) if path.is_file() and path.name not in {USAGE_FILE, MARKER, IDENTITY}]
-    return sum(min(-(-file.st_size // UNIT) * UNIT, 512 * file.st_blocks) for file in files)
+    return sum(min(file.st_size, 512 * file.st_blocks) for file in files)
 
 
 def _lease_again(reporter: Reporter, scene: Scene) -> None:
