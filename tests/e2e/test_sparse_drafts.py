@@ -91,8 +91,9 @@ class Drafted:
         self.roomy = run("roomy", {**ROOMY, **drafts}, phases("ours"), ucm_sparse_config=METHOD)
         chunks = alone("chunks", [request(tokens, "chunks") for tokens in TARGETS])
         preempted = {"preempted": TIGHT_PHASES["preempted"]}
-        self.tight = run("tight", {**TIGHT, **drafts}, {**chunks, **preempted}, ucm_sparse_config=METHOD)
-        stored = {"stored": [request(tokens, "ours") for tokens in TARGETS]}
+        layers = {"ucm_sparse_config": METHOD, "connector": "layerwise"}
+        self.tight = run("tight", {**TIGHT, **drafts}, {**chunks, **preempted}, **layers)
+        stored = {name: [request(tokens, name) for tokens in TARGETS] for name in ("ours", "chunks")}
         self.dense = run("dense", ROOMY, {**phases("theirs"), **stored})
 
 
@@ -146,7 +147,9 @@ def test_up_to_the_longest_context_and_with_probabilities(drafted: Drafted) -> N
     assert len(ours[2]["logprobs"]) == len(ours[2]["tokens"]) > 1
 
 
-def test_a_dense_engine_loads_what_was_saved(drafted: Drafted) -> None:
-    found = drafted.dense["stored"][: len(TARGETS)]
+@pytest.mark.parametrize("salt", ["ours", "chunks"])
+def test_a_dense_engine_loads_what_was_saved(drafted: Drafted, salt: str) -> None:
+    """Between steps, or layer by layer, where a draft step calls the connector again for each layer."""
+    found = drafted.dense[salt][: len(TARGETS)]
     assert [of["cached"] for of in found] == [(len(of) - 1) // BLOCK * BLOCK for of in TARGETS]
     assert tokens(found) == answers(drafted.dense)
