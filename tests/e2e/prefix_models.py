@@ -73,6 +73,56 @@ HYBRID: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+#: Attention within chunks of tokens, and full attention in the last layer (Llama 4, without experts).
+LOCAL: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "intermediate_size_mlp": 256,
+    "attention_chunk_size": WINDOW,
+    "no_rope_layers": [1, 1, 1, 0],
+    "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+    "moe_layers": [],
+    "interleave_moe_layer_step": 8,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": False,
+    "rope_parameters": _ROPE,
+    "hidden_act": "silu",
+}
+#: A sliding window in every second layer, learned sinks in all, and experts (GPT-OSS).
+SINKS: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "rope_parameters": {
+        **_ROPE,
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 384,
+        "truncate": False,
+    },
+    "hidden_act": "silu",
+}
+#: Models with several KV-cache groups in which all layers have attention, and how many groups each has.
+SEVERAL_GROUPS = {"Gemma 3": (HYBRID, 3), "Llama 4": (LOCAL, 4), "GPT-OSS": (SINKS, 2)}
 #: The block size that vLLM chooses for `RECURRENT`, so that a block of attention has room for a state.
 STATE_BLOCK = 160
 #: Mamba 2 in every second layer: a state instead of KV.
@@ -105,6 +155,33 @@ RECURRENT: dict[str, Any] = {
 }
 #: How an engine of such a model is started: vLLM's kernel for the CPU fails on steps longer than a block.
 RECURRENT_ENGINE: dict[str, Any] = {"max_num_batched_tokens": STATE_BLOCK, "num_gpu_blocks_override": 40}
+#: Mamba 2 in every second layer, and nothing else in these (Nemotron-H).
+NEMOTRON: dict[str, Any] = {
+    **_COMMON,
+    "max_position_embeddings": 4096,
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 4,
+    "hybrid_override_pattern": "M*M*",
+    "layers_block_type": ["mamba", "attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "attention_head_dim": 32,
+    "mlp_hidden_act": "relu2",
+    "ssm_state_size": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "n_groups": 1,
+    "conv_kernel": 4,
+    "expand": 2,
+    "chunk_size": 128,
+    "layer_norm_epsilon": 1e-5,
+    "use_conv_bias": True,
+}
+#: Models with recurrent layers, and the block size that vLLM chooses for each: that of `RECURRENT_ENGINE` at least.
+RECURRENT_MODELS = {"Granite hybrid": (RECURRENT, STATE_BLOCK), "Nemotron-H": (NEMOTRON, STATE_BLOCK)}
 #: The block size that vLLM chooses for `GATED`.
 GATED_BLOCK = 544
 #: Gated delta nets, and full attention in the last layer. vLLM's kernels for the CPU want heads of 128 and bfloat16.
@@ -194,6 +271,17 @@ PROCESSOR: dict[str, Any] = {
         "sampling_rate": 16_000,
     },
 }
+
+
+def several_groups(environment: Environment, name: str) -> tuple[dict[str, Any], int]:
+    """Write a model of `SEVERAL_GROUPS`.
+
+    Returns:
+        Arguments of ``LLM``, with room for two requests of maximum length in each group; and the number of groups.
+    """
+    config, groups = SEVERAL_GROUPS[name]
+    model = write_tiny_model(environment, name.replace(" ", "-").lower(), config)
+    return {"model": str(model), "num_gpu_blocks_override": 50 * groups + 1}, groups
 
 
 def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]) -> Path:

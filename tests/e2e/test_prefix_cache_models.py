@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.prefix_models import GATED_BLOCK, LATENT_BLOCK, STATE_BLOCK
+from tests.e2e.prefix_models import GATED_BLOCK, LATENT_BLOCK, RECURRENT_MODELS, SEVERAL_GROUPS
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK
 
@@ -54,18 +54,16 @@ def run(
 
 
 class Hybrid:
-    """The engines of a model with several KV-cache groups."""
+    """The engines of a model with several KV-cache groups, `SEVERAL_GROUPS`."""
 
-    def __init__(self, runs: PrefixRuns, directory: Path) -> None:
+    def __init__(self, runs: PrefixRuns, directory: Path, name: str) -> None:
         from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415
-        from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415
+        from tests.e2e.prefix_models import several_groups  # noqa: PLC0415
         from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
 
         environment = runs.environments[False]
-        model = write_tiny_model(environment, "hybrid", HYBRID)
-        # Room for two requests of maximum length in each of three groups.
-        engine = {"model": str(model), "num_gpu_blocks_override": 151}
+        engine, self.groups = several_groups(environment, name)
         store, damaged = directory / "store", directory / "damaged"
         self.reference, _ = run(runs.environments[None], directory / "reference", engine)
         layer_wise = connector(posix(store), "UCMLayerWiseConnector")
@@ -77,9 +75,13 @@ class Hybrid:
         self.damaged, self.damaged_log = run(environment, directory / "broken", {**engine, **broken})
 
 
-@pytest.fixture(scope="module")
-def hybrid(prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    return Hybrid(prefix_runs, tmp_path_factory.mktemp("hybrid"))
+@pytest.fixture(scope="module", params=SEVERAL_GROUPS)
+def hybrid(
+    request: pytest.FixtureRequest, release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory
+) -> Hybrid:
+    if release == "0.27.1" and request.param != "Gemma 3":
+        pytest.skip("of vLLM 0.27.1, one model with several groups is run")
+    return Hybrid(prefix_runs, tmp_path_factory.mktemp("hybrid"), request.param)
 
 
 @pytest.mark.parametrize("name", ["cold", "warm", "damaged"])
@@ -90,7 +92,7 @@ def test_tokens_with_several_groups(hybrid: Hybrid, name: str) -> None:
 
 def test_there_are_several_groups(hybrid: Hybrid) -> None:
     for log in (hybrid.cold_log, hybrid.warm_log, hybrid.damaged_log):
-        assert ", 3 stores to look up" in log
+        assert f", {hybrid.groups} stores to look up" in log
 
 
 def test_prompts_beyond_the_window_are_loaded(hybrid: Hybrid) -> None:
@@ -159,13 +161,13 @@ def test_latent_attention_that_rotates_by_other_positions_is_refused(latent: Lat
     assert "by the positions of other tokens" in latent.refusal
 
 
-def long_requests() -> list[list[Request]]:
+def long_requests(block: int) -> list[list[Request]]:
     """Return batches: requests alone, each twice, shorter than a block and longer; and more than fit at once."""
-    common = prompt(2 * STATE_BLOCK + 80, "common")
-    alone = [prompt(count, "alone") for count in (2 * STATE_BLOCK + 30, 50, STATE_BLOCK, STATE_BLOCK + 1)]
-    shared = [[*common, *prompt(count, "tail")] for count in (40, 100, 240)]
+    common = prompt(5 * block // 2, "common")
+    alone = [prompt(count, "alone") for count in (35 * block // 16, 5 * block // 16, block, block + 1)]
+    shared = [[*common, *prompt(count, "tail")] for count in (block // 4, 5 * block // 8, 3 * block // 2)]
     crowd = [
-        *(prompt(250 + 40 * n, "crowd") for n in range(5)),
+        *(prompt((25 + 4 * n) * block // 16, "crowd") for n in range(5)),
         *([*common, *prompt(9 + n, "crowd")] for n in range(5)),
     ]
     twice = [[request(tokens, 24)] for tokens in (*alone, *shared) for _ in range(2)]
@@ -177,14 +179,15 @@ ALONE = 14
 
 
 class Recurrent:
-    """The engines of a model with recurrent layers."""
+    """The engines of a model with recurrent layers, `RECURRENT_MODELS`."""
 
-    def __init__(self, runs: PrefixRuns, directory: Path) -> None:
+    def __init__(self, runs: PrefixRuns, directory: Path, name: str) -> None:
         from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415 - needs the build's packages
-        from tests.e2e.prefix_models import RECURRENT, RECURRENT_ENGINE, write_tiny_model  # noqa: PLC0415
+        from tests.e2e.prefix_models import RECURRENT_ENGINE, write_tiny_model  # noqa: PLC0415
 
-        environment, batches = runs.environments[False], long_requests()
-        model = write_tiny_model(environment, "recurrent", RECURRENT)
+        config, self.block = RECURRENT_MODELS[name]
+        environment, batches = runs.environments[False], long_requests(self.block)
+        model = write_tiny_model(environment, name.replace(" ", "-").lower(), config)
         engine = {"model": str(model), **RECURRENT_ENGINE}
         store = directory / "store"
         self.reference, _ = run(runs.environments[None], directory / "reference", engine, None, batches)
@@ -192,7 +195,7 @@ class Recurrent:
         self.cold, self.cold_log = run(environment, directory / "cold", direct, store, batches)
         layer_wise = connector(posix(store), "UCMLayerWiseConnector")
         self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **layer_wise}, None, batches)
-        self.rounds = campaign(environment, directory / "campaign", engine)
+        self.rounds = campaign(environment, directory / "campaign", engine, self.block)
 
 
 class Drafted:
@@ -301,7 +304,9 @@ CHANGES = {
 ROUNDS, PROMPTS = 1, 4
 
 
-def campaign(environment: Environment, directory: Path, engine: Mapping[str, Any]) -> dict[str, list[Round]]:
+def campaign(
+    environment: Environment, directory: Path, engine: Mapping[str, Any], block: int
+) -> dict[str, list[Round]]:
     """Change blocks of one group or another behind an engine's back; return what it answered."""
     from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
@@ -314,7 +319,7 @@ def campaign(environment: Environment, directory: Path, engine: Mapping[str, Any
         for number in range(ROUNDS):
             for what, (kinds, lost) in CHANGES.items():
                 # Two blocks and a half each, so that a prefix has several blocks and a state.
-                prompts = [prompt(5 * STATE_BLOCK // 2, f"{what} {number} {n}") for n in range(PROMPTS)]
+                prompts = [prompt(5 * block // 2, f"{what} {number} {n}") for n in range(PROMPTS)]
                 batch, before = [request(tokens, 24) for tokens in prompts], set(block_files(store).values())
                 computed = started.generate(batch)
                 started.settle()
@@ -335,9 +340,11 @@ def of_group(store: Path, *, states: bool) -> list[Path]:
     return [path for namespace in namespaces for path in block_files(namespace).values()]
 
 
-@pytest.fixture(scope="module")
-def recurrent(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Recurrent:
-    return Recurrent(prefix_runs, tmp_path_factory.mktemp("recurrent"))
+@pytest.fixture(scope="module", params=RECURRENT_MODELS)
+def recurrent(
+    request: pytest.FixtureRequest, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory
+) -> Recurrent:
+    return Recurrent(prefix_runs, tmp_path_factory.mktemp("recurrent"), request.param)
 
 
 @pytest.mark.parametrize("name", ["cold", "warm"])
@@ -353,7 +360,7 @@ def found(answers: Sequence[Answer], place: int) -> list[int | None]:
 
 def test_as_much_is_found_as_in_the_engines_own_memory(recurrent: Recurrent) -> None:
     kept = found(recurrent.reference, 1)
-    assert kept == [2 * STATE_BLOCK, 0, 0, STATE_BLOCK, 2 * STATE_BLOCK, 3 * STATE_BLOCK, 3 * STATE_BLOCK]
+    assert kept == [blocks * recurrent.block for blocks in (2, 0, 0, 1, 2, 3, 3)]
     assert found(recurrent.warm, 0) == found(recurrent.warm, 1) == kept
 
 
@@ -365,5 +372,5 @@ def test_a_damaged_or_lost_state_or_block_is_computed(recurrent: Recurrent, what
         assert [answer.tokens for answer in one.again] == [answer.tokens for answer in one.computed]
         assert {answer.cached for answer in one.computed} == {0}
         cached = [answer.cached or 0 for answer in one.again]
-        assert sum(cached) < PROMPTS * 2 * STATE_BLOCK
+        assert sum(cached) < PROMPTS * 2 * recurrent.block
         assert not (lost and any(cached))  # a state without attention is of no use, and the other way round
