@@ -123,12 +123,12 @@ def test_an_engine_that_cannot_be_served_does_not_start(environments: Environmen
     assert "where: ucm_sparse_config.BlockTopK.token_budget" in run.log
 
 
-def test_only_layers_without_a_window_are_restricted(environments: Environments, tmp_path: Path) -> None:
-    """A model with several KV-cache groups: Gemma 3 with full attention in every third layer."""
-    from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415 - only this test needs it
+@pytest.mark.parametrize("name", ["Gemma 3", pytest.param("GPT-OSS", marks=pytest.mark.newest_only)])
+def test_only_layers_without_a_window_are_restricted(environments: Environments, tmp_path: Path, name: str) -> None:
+    """A model with several KV-cache groups; GPT-OSS has learned sinks as well, which every row keeps."""
+    from tests.e2e.prefix_models import several_groups  # noqa: PLC0415 - only this test needs it
 
-    model = write_tiny_model(environments.overlay, "hybrid", HYBRID)
-    engine = {"model": str(model), "num_gpu_blocks_override": 151}  # room for two of the longest requests, three times
+    engine, _ = several_groups(environments.overlay, name)
     methods = {"dense": None, "checked": {"checked_topk:CheckedTopK": SMALL}, "small": {"BlockTopK": SMALL}}
     found = {
         name: run_sparse(environments.overlay, tmp_path / name, method, engine=engine)

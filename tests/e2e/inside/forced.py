@@ -49,10 +49,13 @@ def main(spec_file: Path, result_file: Path) -> None:
     vllm = import_module("vllm")
     engine = vllm.LLM(**spec["engine"], logits_processors=[Forced]).llm_engine
     found = []
-    for number, (prompt, answer) in enumerate(spec["items"]):
-        extra = {"forced": answer, **spec.get("extra", {})}
+    for number, (prompt, answer, extra) in enumerate(spec["items"]):
         params = vllm.SamplingParams(
-            max_tokens=len(answer), temperature=0.0, ignore_eos=True, logprobs=0, extra_args=extra
+            max_tokens=len(answer),
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=0,
+            extra_args={"forced": answer, **extra},
         )
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         last: Any = None
