@@ -9,20 +9,14 @@ its trained length.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import variables
 from tests.e2e.environment import with_overlay
-from tests.e2e.judges.real import DIRECTORY, DOORS, MORE, code, paragraphs_of
-from tests.e2e.processes import INSIDE
+from tests.e2e.judges.real import DIRECTORY, DOORS, MORE, code, paragraphs_of, run_judge
 from tests.e2e.real.chat import HANDBOOK
 from tests.e2e.real.model import real_model
 from tests.e2e.real.text import HEAD, TAIL, encode
@@ -30,6 +24,7 @@ from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 TRAINED = 8_192
 #: Where the loss of a part of the text ends, and where codes are asked for; the first part has no loss of its own.
@@ -119,17 +114,7 @@ def told(python: Path, tokens: Sequence[int], runs: Sequence[Mapping[str, Any]],
         results: A file, which has the results of each run as soon as it has ended.
     """
     results.unlink(missing_ok=True)
-    spec = {"model": str(real_model()), "tokens": list(tokens), "runs": list(runs)}
-    with tempfile.TemporaryDirectory() as name:
-        specification = Path(name, "spec.json")
-        specification.write_text(json.dumps(spec), encoding="utf-8")
-        subprocess.run(
-            [python, INSIDE / "real_beyond.py", specification, results],
-            env=variables(Path(name), {"PYTHONPATH": ""}),
-            cwd=name,
-            check=True,
-        )
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return run_judge(python, "real_beyond.py", {"tokens": list(tokens), "runs": list(runs)}, results)
 
 
 def table(found: Sequence[Mapping[str, Any]], hidden: set[int], ends: Sequence[int]) -> list[str]:

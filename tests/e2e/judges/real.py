@@ -373,17 +373,29 @@ def verdicts_of(python: Path, asked: Sequence[tuple[Item, list[dict[str, Any]]]]
         asked: Items, and what is compared for each, as of `prefills`.
     """
     made = [{"prompt": item.prompt, "answer": item.answer, "prefills": of} for item, of in asked]
-    spec = {"model": str(real_model()), "items": made}
     with tempfile.TemporaryDirectory() as name:
-        told, results = Path(name, "spec.json"), Path(name, "results.json")
-        told.write_text(json.dumps(spec), encoding="utf-8")
+        return run_judge(python, "real_judge.py", {"items": made}, Path(name, "results.json"))
+
+
+def run_judge(python: Path, script: str, spec: Mapping[str, Any], results: Path) -> list[Any]:
+    """Run a judge on the trained model in an environment with vLLM; return the lines of JSON that it has written.
+
+    Args:
+        python: The environment's interpreter.
+        script: A file of `inside/`, which is told the specification and where to write.
+        spec: What is judged.
+        results: The file of the results.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        told = Path(name, "spec.json")
+        told.write_text(json.dumps({"model": str(real_model()), **spec}), encoding="utf-8")
         subprocess.run(
-            [python, INSIDE / "real_judge.py", told, results],
+            [python, INSIDE / script, told, results],
             env=variables(Path(name), {"PYTHONPATH": ""}),
             cwd=name,
             check=True,
         )
-        return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
