@@ -1,0 +1,39 @@
+"""Whole answers with drafts: what counts as their time, and what steps alone promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.bench.drafts import Measured, by_way, promised
+
+
+def step(seconds: float, making: float = 0.0, drafts: int = 0, tokens: int = 1) -> dict[str, Any]:
+    return {"step": seconds, "making": making, "drafts": drafts, "tokens": tokens}
+
+
+def dense(seconds: float) -> Measured:
+    return Measured(100, 0, 0, False, [step(50.0), *[step(seconds)] * 6])
+
+
+def drafted(verify: float, making: float) -> Measured:
+    """Of six tokens after the first one: the last step's drafts are made, and not used."""
+    steps = [step(50.0, making), step(verify, making, 2, 3), step(verify, making, 2, 2), step(verify, making, 2, 1)]
+    return Measured(100, 10, 2, False, steps)
+
+
+def test_the_time_is_that_of_all_steps_after_the_prompt_and_of_all_drafts() -> None:
+    assert dense(2.0).seconds == 2.0
+    assert drafted(3.0, 1.0).seconds == pytest.approx((3 * 3.0 + 4 * 1.0) / 6)
+
+
+def test_answers_are_compared_turn_by_turn() -> None:
+    answers = [dense(2.0), drafted(3.0, 1.0), drafted(6.0, 1.0), dense(4.0)]
+    first, second = drafted(3.0, 1.0).seconds, drafted(6.0, 1.0).seconds
+    assert by_way(answers) == {"2 drafts": [(2.0, first), (4.0, second)]}
+
+
+def test_what_is_promised_is_computed_from_the_fastest_steps() -> None:
+    answers = [dense(2.0), drafted(3.0, 1.0), drafted(6.0, 4.0), dense(4.0)]
+    assert promised(answers, "2 drafts") == pytest.approx(2.0 * 2.0 / (3.0 + 1.0))
