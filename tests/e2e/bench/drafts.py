@@ -42,7 +42,7 @@ REAL, TIMED, SHARES, DRAFTS = (2_048, 7_900), (16_384, 32_768), (0.05, 0.1), (2,
 ANSWER, PROMPTS, STEPS = 64, 2, 40
 TASK = "Summarise the text above in several paragraphs."
 #: Whole answers: contexts of either model, tokens of an answer, turns, the share that a draft reads, and drafts.
-WHOLE, SHORT, WHOLE_ANSWER, ROUNDS, WHOLE_SHARE, WHOLE_DRAFTS = (16_384, 32_768), (2_048, 7_900), 192, 5, 0.1, 4
+WHOLE, SHORT, WHOLE_ANSWER, ROUNDS, WHOLE_SHARE, WHOLE_DRAFTS = (16_384, 32_768), (2_048, 7_900), 128, 3, 0.1, 4
 #: What attention adds in the model of whole answers, as a multiple of what it adds in the model of steps.
 ATTENTION = 0.1
 #: An answer whose drafts are made as they pay may take this many times as long as a dense one.

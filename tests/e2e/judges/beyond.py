@@ -2,8 +2,8 @@
 
 One text of up to 16,000 tokens is computed by each way to see distances: its next tokens' loss, and the codes of things
 that the text named, asked for at several lengths. `inside/real_beyond.py` says how. Two rows show the least that one
-may ask for: the text's newest 4,000 to 8,000 tokens alone, and the codes that these hold at best. The ideal is the model
-within its trained length.
+may ask for: the text's newest 4,000 to 8,000 tokens alone, and the codes that these hold at best. The ideal is the
+model within its trained length.
 """
 
 from __future__ import annotations
