@@ -44,7 +44,7 @@ TASK = "Summarise the text above in several paragraphs."
 #: Whole answers: contexts of either model, tokens of an answer, turns, the share that a draft reads, and drafts.
 WHOLE, SHORT, WHOLE_ANSWER, ROUNDS, WHOLE_SHARE, WHOLE_DRAFTS = (16_384, 32_768), (2_048, 7_900), 128, 3, 0.1, 4
 #: What attention adds in the model of whole answers, as a multiple of what it adds in the model of steps.
-ATTENTION = 0.1
+ATTENTION = 0.02
 #: An answer whose drafts are made as they pay may take this many times as long as a dense one.
 SLOWEST = 1 / 0.97
 DENSE, UP_TO = "dense", "up to "
@@ -90,10 +90,17 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """The seconds of each token after the first one: of all that was done for them."""
-        first, *later = self.steps
-        took = first["making"] + sum(step["step"] + step["making"] for step in later)
-        return float(took / sum(step["tokens"] for step in later))
+        """The seconds of each token after the first one; drafts after the last one stand for those after the first."""
+        return float(sum(step["step"] + step["making"] for step in self.steps[1:]) / self._later)
+
+    @property
+    def busy(self) -> float:
+        """The same in seconds of the processor, to which other programs add little."""
+        return float(sum(step["busy"] for step in self.steps[1:]) / self._later)
+
+    @property
+    def _later(self) -> int:
+        return sum(int(step["tokens"]) for step in self.steps[1:])
 
 
 def figures(
@@ -132,20 +139,23 @@ def figures(
         console.print(_wholes(model, answers))
         for told in answers:
             for way, turns in by_way(told).items():
-                ratio = statistics.median(seconds / dense for dense, seconds in turns)
-                name = (
-                    f"{model}, whole answers after {told[0].length} tokens, {way}: seconds of a token, drafts to dense"
-                )
-                yield Figure(name, ratio, "", SLOWEST if way.startswith(UP_TO) else None, {"turns": turns})
+                ratio = statistics.median(of.seconds / dense.seconds for dense, of in turns)
+                name = f"{model}, {told[0].length} tokens, {way}: time of a whole answer to that of a dense one"
+                goal = SLOWEST if way.startswith(UP_TO) else None
+                yield Figure(name, ratio, "", goal, {"by processor": _by_processor(turns)})
 
 
-def by_way(answers: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
-    """Return by way, of each turn, the seconds of a token of the dense answer and of the drafted one."""
-    found: dict[str, list[float]] = {}
+def by_way(answers: Sequence[Measured]) -> dict[str, list[tuple[Measured, Measured]]]:
+    """Return by way, of each turn, the dense answer and the drafted one."""
+    found: dict[str, list[Measured]] = {}
     for of in answers:
-        found.setdefault(of.way, []).append(of.seconds)
+        found.setdefault(of.way, []).append(of)
     dense = found.pop(DENSE)
-    return {way: list(zip(dense, seconds, strict=True)) for way, seconds in found.items()}
+    return {way: list(zip(dense, of, strict=True)) for way, of in found.items()}
+
+
+def _by_processor(turns: Sequence[tuple[Measured, Measured]]) -> float:
+    return statistics.median(of.busy / dense.busy for dense, of in turns)
 
 
 def _accepted(release: str, python: Path, length: int) -> list[Measured]:
@@ -279,19 +289,20 @@ def _acceptance(accepted: Sequence[Measured]) -> Table:
 
 def _wholes(model: str, answers: Sequence[Sequence[Measured]]) -> Table:
     """Return how long a token took, how much faster drafts were, and what their steps alone promised."""
-    heads = "tokens", "way", "dense ms", "ms", "drafts per step", "accepted", "gain, least to most", "computed"
+    heads = "tokens", "way", "dense ms", "ms", "drafts per step", "accepted", "gain", "by processor", "computed"
     table = Table(*heads, title=f"whole answers: {model}")
     for told in answers:
         for way, turns in by_way(told).items():
-            mine = [step for of in told if of.way == way for step in of.steps[1:]]
+            mine = [step for _, of in turns for step in of.steps[1:]]
             judged = [step for step in mine if step["drafts"]]
             drafted = sum(step["drafts"] for step in judged)
             share = f"{sum(step['tokens'] - 1 for step in judged) / drafted:.0%}" if drafted else ""
-            gains = sorted(dense / seconds for dense, seconds in turns)
+            gains = sorted(dense.seconds / of.seconds for dense, of in turns)
             gain = f"{statistics.median(gains):.2f}, {gains[0]:.2f} to {gains[-1]:.2f}"
-            numbers = (f"{1000 * statistics.median(of):.1f}" for of in zip(*turns, strict=True))
+            times = (f"{1000 * statistics.median(of.seconds for of in side):.1f}" for side in zip(*turns, strict=True))
             computed = "" if way.startswith(UP_TO) else f"{promised(told, way):.2f}"
-            table.add_row(f"{told[0].length:,}", way, *numbers, f"{drafted / len(mine):.1f}", share, gain, computed)
+            numbers = f"{drafted / len(mine):.1f}", share, gain, f"{1 / _by_processor(turns):.2f}", computed
+            table.add_row(f"{told[0].length:,}", way, *times, *numbers)
     return table
 
 

@@ -10,7 +10,7 @@ from tests.e2e.bench.drafts import Measured, by_way, promised
 
 
 def step(seconds: float, making: float = 0.0, drafts: int = 0, tokens: int = 1) -> dict[str, Any]:
-    return {"step": seconds, "making": making, "drafts": drafts, "tokens": tokens}
+    return {"step": seconds, "making": making, "busy": (seconds + making) / 2, "drafts": drafts, "tokens": tokens}
 
 
 def dense(seconds: float) -> Measured:
@@ -23,15 +23,15 @@ def drafted(verify: float, making: float) -> Measured:
     return Measured(100, 10, 2, False, steps)
 
 
-def test_the_time_is_that_of_all_steps_after_the_prompt_and_of_all_drafts() -> None:
+def test_the_time_is_that_of_all_steps_after_the_prompt_and_of_the_drafts_that_each_verifies() -> None:
     assert dense(2.0).seconds == 2.0
-    assert drafted(3.0, 1.0).seconds == pytest.approx((3 * 3.0 + 4 * 1.0) / 6)
+    assert drafted(3.0, 1.0).seconds == pytest.approx(3 * (3.0 + 1.0) / 6)
+    assert drafted(3.0, 1.0).busy == pytest.approx(drafted(3.0, 1.0).seconds / 2)
 
 
 def test_answers_are_compared_turn_by_turn() -> None:
     answers = [dense(2.0), drafted(3.0, 1.0), drafted(6.0, 1.0), dense(4.0)]
-    first, second = drafted(3.0, 1.0).seconds, drafted(6.0, 1.0).seconds
-    assert by_way(answers) == {"2 drafts": [(2.0, first), (4.0, second)]}
+    assert by_way(answers) == {"2 drafts": [(answers[0], answers[1]), (answers[3], answers[2])]}
 
 
 def test_what_is_promised_is_computed_from_the_fastest_steps() -> None:

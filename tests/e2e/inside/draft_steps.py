@@ -127,12 +127,13 @@ def measured(steps: Steps, requests: list[dict[str, Any]]) -> list[dict[str, Any
         steps.draft(request["drafts"], measured=request["measured"])
         steps.add(name, request["prompt"], request["count"], request["asked"])
         while steps.scheduler.has_requests():
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             scheduled, tokens = steps.step()
-            took = time.perf_counter() - began
+            took, busy = time.perf_counter() - began, time.process_time() - busy
             drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
             if tokens:
-                told.append({"drafts": drafts, "tokens": tokens, "step": took - steps.making, "making": steps.making})
+                parts = {"step": took - steps.making, "making": steps.making, "busy": busy}
+                told.append({"drafts": drafts, "tokens": tokens, **parts})
         found.append({**request, "prompt": len(request["prompt"]), "steps": told})
     return found
 
