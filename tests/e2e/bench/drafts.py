@@ -44,7 +44,7 @@ TASK = "Summarise the text above in several paragraphs."
 #: Whole answers: contexts of either model, tokens of an answer, turns, the share that a draft reads, and drafts.
 WHOLE, SHORT, WHOLE_ANSWER, ROUNDS, WHOLE_SHARE, WHOLE_DRAFTS = (16_384, 32_768), (2_048, 7_900), 128, 3, 0.1, 4
 #: What attention adds in the model of whole answers, as a multiple of what it adds in the model of steps.
-ATTENTION = 0.02
+ATTENTION = 0.03
 #: An answer whose drafts are made as they pay may take this many times as long as a dense one.
 SLOWEST = 1 / 0.97
 DENSE, UP_TO = "dense", "up to "
@@ -59,7 +59,7 @@ class Measured:
         budget: The tokens that a draft reads; 0 for a dense request.
         drafts: The most drafts of a step.
         measured: Whether only those are made that pay.
-        steps: As ``draft_steps.py`` tells them, the one that ends the prompt first.
+        steps: As ``draft_steps.py`` tells them.
     """
 
     length: int
@@ -90,17 +90,17 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """The seconds of each token after the first one; drafts after the last one stand for those after the first."""
-        return float(sum(step["step"] + step["making"] for step in self.steps[1:]) / self._later)
+        """The seconds of each token after the first one."""
+        return float(sum(step["step"] + step["making"] for step in self.steps) / self._generated)
 
     @property
     def busy(self) -> float:
         """The same in seconds of the processor, to which other programs add little."""
-        return float(sum(step["busy"] for step in self.steps[1:]) / self._later)
+        return float(sum(step["busy"] for step in self.steps) / self._generated)
 
     @property
-    def _later(self) -> int:
-        return sum(int(step["tokens"]) for step in self.steps[1:])
+    def _generated(self) -> int:
+        return sum(int(step["tokens"]) for step in self.steps)
 
 
 def figures(
@@ -166,7 +166,7 @@ def _accepted(release: str, python: Path, length: int) -> list[Measured]:
     found = _run(release, _real_engine(), length, PROMPTS, requests, skips_prompts=False)
     steps: dict[int, list[dict[str, Any]]] = {}
     for of in found:
-        steps.setdefault(of.budget, []).extend(of.steps[1:])
+        steps.setdefault(of.budget, []).extend(of.steps)
     return [Measured(length, budget, max(DRAFTS), False, of) for budget, of in steps.items()]
 
 
@@ -293,7 +293,7 @@ def _wholes(model: str, answers: Sequence[Sequence[Measured]]) -> Table:
     table = Table(*heads, title=f"whole answers: {model}")
     for told in answers:
         for way, turns in by_way(told).items():
-            mine = [step for _, of in turns for step in of.steps[1:]]
+            mine = [step for _, of in turns for step in of.steps]
             judged = [step for step in mine if step["drafts"]]
             drafted = sum(step["drafts"] for step in judged)
             share = f"{sum(step['tokens'] - 1 for step in judged) / drafted:.0%}" if drafted else ""

@@ -14,16 +14,16 @@ def step(seconds: float, making: float = 0.0, drafts: int = 0, tokens: int = 1) 
 
 
 def dense(seconds: float) -> Measured:
-    return Measured(100, 0, 0, False, [step(50.0), *[step(seconds)] * 6])
+    return Measured(100, 0, 0, False, [step(seconds)] * 6)
 
 
 def drafted(verify: float, making: float) -> Measured:
-    """Of six tokens after the first one: the last step's drafts are made, and not used."""
-    steps = [step(50.0, making), step(verify, making, 2, 3), step(verify, making, 2, 2), step(verify, making, 2, 1)]
+    """Of six tokens after the first one."""
+    steps = [step(verify, making, 2, 3), step(verify, making, 2, 2), step(verify, making, 2, 1)]
     return Measured(100, 10, 2, False, steps)
 
 
-def test_the_time_is_that_of_all_steps_after_the_prompt_and_of_the_drafts_that_each_verifies() -> None:
+def test_the_time_is_that_of_all_steps_and_of_making_drafts() -> None:
     assert dense(2.0).seconds == 2.0
     assert drafted(3.0, 1.0).seconds == pytest.approx(3 * (3.0 + 1.0) / 6)
     assert drafted(3.0, 1.0).busy == pytest.approx(drafted(3.0, 1.0).seconds / 2)

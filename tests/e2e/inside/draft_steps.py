@@ -50,10 +50,10 @@ class Steps:
             hash_block_size=hashed,
         )
         hooks.engine_core_started(core)
-        self._method: Any = hooks.worker_method(config)
-        self._payoff, self._told = self._method._payoff, self._method.made
+        method: Any = hooks.worker_method(config)
+        self._method, self._payoff, self._told = method, method._payoff, method.made
         self.making = 0.0  #: the seconds in which the drafts after the last step were made
-        self._method.made = self._made
+        method.made = self._made
         self._hasher = self._block_hasher(config, hashed)
         if skips_prompts:
             self._skip_prompts()
@@ -116,6 +116,8 @@ class Steps:
 def measured(steps: Steps, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Serve requests one after the other; return for each the seconds of its steps, and what they verified.
 
+    The step that ends the prompt is left out. The drafts made after it are as many as those after the last token.
+
     Args:
         steps: The engine's parts.
         requests: Each has a ``prompt``, a ``count`` of tokens, what is ``asked`` of the method, the most ``drafts`` of
@@ -134,7 +136,7 @@ def measured(steps: Steps, requests: list[dict[str, Any]]) -> list[dict[str, Any
             if tokens:
                 parts = {"step": took - steps.making, "making": steps.making, "busy": busy}
                 told.append({"drafts": drafts, "tokens": tokens, **parts})
-        found.append({**request, "prompt": len(request["prompt"]), "steps": told})
+        found.append({**request, "prompt": len(request["prompt"]), "steps": told[1:]})
     return found
 
 
