@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ucm.sparse.topk.payoff import AGAIN, FIRST, Payoff
+from ucm.sparse.topk.payoff import AGAIN, FEW, FIRST, Payoff
 
 MOST = 6
 
@@ -137,3 +137,16 @@ def test_what_is_known_of_others_serves_a_new_request_at_once() -> None:
     engine.chances = {"b": 0.9}
     engine.run(1)
     assert engine.drafts
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_a_new_request_begins_with_few_drafts_and_goes_on_as_its_own_text_allows(chance: float) -> None:
+    engine = Engine(1.0, 0.15, 0.66, {"a": 1.0})
+    engine.run(200)
+    assert engine.drafts == {"a": MOST}
+    engine.payoff.forget("a")
+    engine.chances, engine.drafts, engine.chosen = {"b": chance}, {}, []
+    engine.run(20)
+    drafted = [of["b"] for of in engine.chosen if of]
+    assert drafted[0] == FEW
+    assert max(drafted) == (MOST if chance else FEW)
