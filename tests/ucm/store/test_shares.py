@@ -31,8 +31,8 @@ from ucm.testing.blocks import in_order
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 SPAWN = multiprocessing.get_context("spawn")
 DAY = 86_400.0

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Event
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.metric_names import Metric
     from ucm.store.base import BlockKey, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 BLOCK = 16
 #: Two layers of 4096 bytes per piece.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.integration.vllm.blend.staging import ChunkLookup
     from ucm.store.base import BlockKey
-    from ucm.testing.clock import SimulatedClock
 
 A, B, C, QUESTION = tokens(1, 70), tokens(2, 40), tokens(3, 50), tokens(9, 10)
 PROMPT = [*B, *A, *C, *QUESTION]

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, BlockTransfer, KVStore, Task, TaskResult
-    from ucm.testing.clock import SimulatedClock
 
 
 class _Abandoned(ChunkLookup):

@@ -20,7 +20,7 @@ from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

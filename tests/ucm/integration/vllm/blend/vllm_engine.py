@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.blend import Run
-    from ucm.testing.clock import SimulatedClock
 
 #: Tokens of a forward pass of a blend, fewer than those of most stretches.
 PASS = 13
