@@ -51,7 +51,7 @@ UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", 
 CHUNKS = "chunks"
 
 
-def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[Any]) -> None:
+def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
     """Refuse an engine in which no request can be blended.
 
     Raises:
@@ -90,12 +90,6 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
             "would find blended KV as exact",
             where="cache_config.enable_prefix_caching",
             fix="start vLLM with --no-enable-prefix-caching, or use a newer one",
-        )
-    if settings.select == "deviation" and not vllm_config.model_config.enforce_eager:
-        raise UnsupportedModelError(
-            "blend: select: deviation ends a forward pass at its check layer, which a compiled model cannot do",
-            where="model_config.enforce_eager",
-            fix="start vLLM with --enforce-eager, or set select: edges",
         )
 
 
@@ -198,7 +192,7 @@ class BlendSchedulerSide:
     ) -> None:
         self._clock = clock
         groups = cache_groups(vllm_config, kv_cache_config)
-        require_engine(vllm_config, blend, groups.groups)
+        require_engine(vllm_config, groups.groups)
         self._exact = exact
         self._config = settings.store.as_store_config()
         group = groups.groups[0]
