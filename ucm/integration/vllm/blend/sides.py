@@ -19,14 +19,14 @@ from ucm.compat import (
 )
 from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
 from ucm.integration.vllm.blend.caches import LayerCaches
-from ucm.integration.vllm.blend.scheduler import BlendScheduler
-from ucm.integration.vllm.blend.staging import ChunkStager
+from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.kv_cache import cache_groups
 from ucm.integration.vllm.connector.prefix_cache import left_alone
 from ucm.integration.vllm.connector.sides import create_slab
+from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.store.factory import opening_store
@@ -205,7 +205,7 @@ class BlendSchedulerSide:
             blend,
             group.block_size,
             slab,
-            ChunkStager(slab, settings.staging_deadline, clock=clock),
+            Stager(PIECES, slab, settings.staging_deadline, self._config.rest_seconds, threads=AT_ONCE, clock=clock),
             exact.counters,
             batches=batches_in_flight(vllm_config),
             loads=transfer.is_kv_consumer,
