@@ -25,6 +25,7 @@ from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.kv_cache import cache_groups
 from ucm.integration.vllm.connector.prefix_cache import left_alone
+from ucm.integration.vllm.connector.saving import Saver
 from ucm.integration.vllm.connector.sides import create_slab
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
@@ -279,7 +280,7 @@ class BlendWorkerSide:
         self._config = settings.store.as_store_config()
         self._blend = blend
         self._exact = exact
-        self._store: KVStore | None = None
+        self._saver: Saver | None = None
         self._caches: LayerCaches | None = None
         self._worker: BlendWorker | None = None
 
@@ -313,11 +314,13 @@ class BlendWorkerSide:
         """Blend before a step's forward pass, within its forward context."""
         if self._worker is None or self._caches is None:
             return
-        if self._store is None and step.namespace:
+        if self._saver is None and step.namespace:
             tag = rank_tag(self._vllm_config, self._group.index, spec=self._group.spec)
             where = f"{step.namespace}/{CHUNKS}/{tag}"
-            self._store = opening_store(self._config, where, self._caches.geometry, clock=self._clock)
-        self._worker.begin(step, plan, self._store)
+            geometry = self._caches.geometry
+            store = opening_store(self._config, where, geometry, clock=self._clock)
+            self._saver = Saver(store, geometry.nbytes, self._config.save_queue_bytes, clock=self._clock)
+        self._worker.begin(step, plan, self._saver)
         self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
 
     def save(self, step: StepPlan, plan: BlendPlan) -> None:
@@ -329,8 +332,9 @@ class BlendWorkerSide:
         """Finish pending saves, and close the store."""
         if self._worker is not None:
             self._worker.close()
-        if self._store is not None:
-            call_within(self._store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
+        if self._saver is not None:
+            self._saver.close()
+            call_within(self._saver.store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
 
     def _unchanged(self, step: StepPlan) -> bool:
         """Return whether the weights, and the authentication key, are those for which the step was planned."""

@@ -7,7 +7,6 @@ attention, so the result is that of a chunked prefill over the same cache.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused
 from ucm.clock import SYSTEM
 from ucm.integration.vllm import metric_names as names
 from ucm.integration.vllm.blend.scheduler import REFUSED
+from ucm.integration.vllm.connector.saving import SaveTask
 from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
 from ucm.rotary import differs, tolerance
@@ -23,7 +23,7 @@ from ucm.store.base import BlockTransfer
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.integration.vllm.connector.saving import Saver
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.base import KVStore, Task
     from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
@@ -95,9 +95,9 @@ class BlendWorker:
         self._name = name
         self._slab = SlabReader(clock=clock)
         self._address: SlabAddress | None = None
-        self._store: KVStore | None = None
-        self._saving: list[tuple[Task, Sequence[BlockTransfer]]] = []  # with the memory that is read
-        self._unconfirmed = Unconfirmed(self._write, self._drop)
+        self._saver: Saver | None = None
+        self._under_way: list[SaveTask] = []
+        self._unconfirmed = Unconfirmed(SaveTask.confirm, SaveTask.drop)
         self._step = 0
         self._failures = 0
         self._unseen = False
@@ -107,15 +107,15 @@ class BlendWorker:
         """Whether the model failed the gate too often."""
         return self._failures >= MOST_GATE_FAILURES
 
-    def begin(self, step: StepPlan, plan: BlendPlan, store: KVStore | None) -> None:
+    def begin(self, step: StepPlan, plan: BlendPlan, saver: Saver | None) -> None:
         """Begin a step.
 
         Args:
             step: The step's plan for exact prefixes, which says which saves are confirmed.
             plan: The step's plan for blending.
-            store: The store of chunks, None until it is known.
+            saver: Saves chunks, a piece in each row; None until their store is known.
         """
-        self._store, self._step = store, step.step
+        self._saver, self._step = saver, step.step
         self._unconfirmed.begin(step)
         if plan.slab is not None and not self._slab.attached:
             self._address = plan.slab
@@ -139,9 +139,9 @@ class BlendWorker:
 
     def save(self, plan: BlendPlan) -> None:
         """Store the chunks that the step has computed, without their positions."""
-        if self._store is not None and not self.refused:
+        if self._saver is not None and not self.refused:
             for save in plan.saves:
-                self._save(save)
+                self._save(save, self._saver)
         self._settle()
 
     def close(self) -> None:
@@ -335,49 +335,42 @@ class BlendWorker:
 
     # Storing
 
-    def _save(self, save: ChunkSave) -> None:
+    def _save(self, save: ChunkSave, saver: Saver) -> None:
         import torch  # noqa: PLC0415 - vLLM brings it
 
+        task = saver.begin(save.keys, [0] * len(save.keys))
+        self._under_way.append(task)
+        if len(task.rows) < len(save.keys):  # a chunk is of use as a whole only
+            task.drop()
+            return
         caches = self._caches
-        layers, pieces = len(caches.names), len(save.keys)
+        layers = len(caches.names)
         blocks = caches.blocks(save.block_ids)
         positions = torch.arange(save.tokens, device=caches.device)
-        room = torch.zeros((pieces, layers, *caches.piece_shape), dtype=caches.dtype)
+        pieces = [
+            torch.frombuffer(row, dtype=caches.dtype).view(layers, *caches.piece_shape).zero_() for row in task.rows
+        ]
         for layer in range(layers):
             for plane, found in enumerate(caches.read_free(layer, blocks, positions)):
-                host = found.cpu()
-                for piece in range(pieces):
-                    part = host[piece * PIECE : (piece + 1) * PIECE]
-                    room[piece, layer, plane, : len(part)] = part
-        transfers = [
-            BlockTransfer(key, [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
-            for key, piece in zip(save.keys, room, strict=True)
-        ]
-        self._unconfirmed.add(transfers, self._step)
+                for piece, part in zip(pieces, found.cpu().split(PIECE), strict=True):
+                    piece[layer, plane, : len(part)] = part
+        self._unconfirmed.add(task, self._step)
         if self._rank == 0:
             self._counters.add(names.BLEND_SAVED_CHUNKS)
 
-    def _write(self, transfers: Sequence[BlockTransfer]) -> None:
-        if self._store is not None:
-            with _errors_logged():
-                self._saving.append((self._store.save(transfers), transfers))
-
-    def _drop(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Write nothing of a passage that was computed with other weights."""
-
     def _left(self) -> int:
         self._settle()
-        return len(self._saving)
+        return len(self._under_way) + (0 if self._saver is None else self._saver.waiting_bytes)
 
     def _settle(self) -> None:
-        """Release the memory of saves that have ended."""
-        saving, self._saving = self._saving, []
-        for task, transfers in saving:
-            with _errors_logged():
-                if not task.check():
-                    self._saving.append((task, transfers))
-                elif failed := task.wait().failed:
-                    get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk were not stored", len(failed))
+        """Release the memory of saves that have ended, and count the pieces that were not stored."""
+        under_way, self._under_way = self._under_way, []
+        for task in under_way:
+            if not task.check():
+                self._under_way.append(task)
+                continue
+            for error in task.wait().failed.values():
+                self._counters.failed("save", error.cause)
 
     def _record(self) -> dict[str, Any]:
         geometry = self._caches.geometry
@@ -394,15 +387,6 @@ class BlendWorker:
             writer = SlabReader()
             writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
             writer.close()
-
-
-@contextmanager
-def _errors_logged() -> Iterator[None]:
-    """Log what a store raises, as a third-party one may: the engine goes on, and a save has memory of its own."""
-    try:
-        yield
-    except Exception:  # noqa: BLE001 - of any kind
-        get_logger(__name__).exception("[UCM.Blend] a store failed unexpectedly")
 
 
 def _name(number: int) -> Any:

@@ -21,6 +21,7 @@ from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.connector.saving import Saver
 from ucm.integration.vllm.metric_names import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
 from ucm.store.base import BlockKey, KVStore, Task
 
@@ -30,10 +31,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tests.clock import SimulatedClock
     from ucm.blend import Run
     from ucm.integration.vllm.metric_names import Metric
 
+pytest_plugins = ("tests.simulated",)
+
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+#: Keys and values of 64 tokens, in 32 bits each.
+PIECE_BYTES = 2 * 64 * 4
 
 
 @dataclass
@@ -78,6 +84,10 @@ class Counted:
 
     def __init__(self) -> None:
         self.added: dict[Metric, list[float]] = {}
+        self.failures: list[str] = []
+
+    def failed(self, operation: str, cause: str) -> None:
+        self.failures.append(f"{operation}.{cause}")
 
     def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
         assert key == ""
@@ -124,33 +134,48 @@ def test_a_rank_whose_weights_have_changed_says_so_to_the_others() -> None:
 
 
 @pytest.mark.parametrize(("epoch", "saves"), [(0, 1), (1, 0)])
-def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(epoch: int, saves: int) -> None:
+def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(
+    clock: SimulatedClock, epoch: int, saves: int
+) -> None:
     caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
     store.save.return_value.check.return_value = True
     store.save.return_value.wait.return_value.failed = {}
     worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
+    saver = Saver(store, PIECE_BYTES, 1 << 20, clock=clock)
     for step in (1, 2):
         plan = BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])] if step == 1 else [])
-        worker.begin(StepPlan(step, confirmed=0), plan, store)
+        worker.begin(StepPlan(step, confirmed=0), plan, saver)
         worker.save(plan)
     assert store.save.call_count == 0
-    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), store)
-    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), BlendPlan(), store)
+    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), saver)
+    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), BlendPlan(), saver)
     assert [[block.key for block in call.args[0]] for call in store.save.call_args_list] == [keys] * saves
 
 
 @pytest.mark.parametrize("call", ["save", "check", "wait"])
-def test_a_store_that_raises_ends_no_engine(call: str) -> None:
+def test_a_store_that_raises_ends_no_engine(clock: SimulatedClock, call: str) -> None:
     caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
     task = store.save.return_value = create_autospec(Task, instance=True)
     (store.save if call == "save" else getattr(task, call)).side_effect = OSError("broken")
-    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
-    worker.begin(StepPlan(1), BlendPlan(), store)
+    counted = Counted()
+    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
+    worker.begin(StepPlan(1), BlendPlan(), Saver(store, PIECE_BYTES, 1 << 20, clock=clock))
     worker.save(BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])]))
     assert store.save.call_count == 1
     worker.save(BlendPlan())
-    assert worker._left() == 0
+    assert counted.failures == ["save.other"]
     worker.close()
+
+
+def test_a_chunk_for_which_there_is_no_room_is_not_saved_in_part(clock: SimulatedClock) -> None:
+    caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16)), BlockKey(bytes(17))]
+    counted = Counted()
+    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
+    saver = Saver(store, PIECE_BYTES, PIECE_BYTES, clock=clock)
+    worker.begin(StepPlan(1), BlendPlan(), saver)
+    worker.save(BlendPlan(saves=[ChunkSave(keys, 65, [0])]))
+    assert not store.save.called
+    assert (saver.waiting_bytes, counted.failures) == (0, ["save.full"])
 
 
 # Choosing tokens by the question's attention
