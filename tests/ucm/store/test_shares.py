@@ -284,6 +284,55 @@ def test_pins_of_one_salt_beyond_all_shares_leave_the_rest_to_the_others(
     assert left(layout) == {name("pins"): 300, name("a"): 30, name("b"): 30}
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("seconds", [0.0, DAY])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({}, {"greedy": 16, "other": 16, "small": 8}),
+        ({"greedy": 3.0, "small": 1.0}, {"greedy": 24, "other": 8, "small": 8}),
+        ({"small": 4.0, OTHERS: 2.0}, {"greedy": 28, "small": 12}),
+    ],
+)
+def test_pins_are_divided_among_salts(
+    config: StoreConfig,
+    clock: SimulatedClock,
+    weights: dict[str, float],
+    expected: dict[str, int],
+    *,
+    seconds: float,
+    sampled: bool,
+) -> None:
+    """Who pins much, and for long, takes no room from others; of its own pins, the last to end stay."""
+    now = clock.time()
+    for salt, count, until in (("greedy", 60, 9000), ("other", 20, 5000), ("small", 12, 1000)):
+        keys = keys_of(salt, count)
+        layout = make_files(config, dict.fromkeys(keys, now))
+        for number, one in enumerate(keys):
+            os.utime(layout.block(one), ns=(pinned_until(int((now + until + number) * 1e9)),) * 2)
+    if not weights:  # less than its part
+        for one in keys_of("small", 4):
+            Path(layout.block(one)).unlink()
+    shares = Shares(seconds, {salt if salt == OTHERS else name(salt): one for salt, one in weights.items()})
+    found = scan(layout.root)
+    found.exact = not sampled
+    evict(layout.root, found, 1e12, lambda _: None, LeaseRules.of(config), 40 * 100, shares=shares, clock=clock)
+    assert left(layout) == {name(salt): count for salt, count in expected.items()}
+    assert all(Path(layout.block(one)).exists() for one in keys_of("small", expected["small"], 12 - expected["small"]))
+
+
+def test_pins_that_a_sample_misses_stay(config: StoreConfig, clock: SimulatedClock) -> None:
+    now, pinned = clock.time(), keys_of("pins", 3)
+    layout = make_files(config, {**dict.fromkeys(keys_of("retains", 40), now + 3600), **dict.fromkeys(pinned, now)})
+    for one in pinned:
+        os.utime(layout.block(one), ns=(pinned_until(int((now + 1800) * 1e9)),) * 2)
+    found = scan(layout.root)
+    found.files = [file for file in found.files if tag_name(file.tag) != name("pins")]
+    found.exact = False
+    evict(layout.root, found, 1e12, lambda _: None, LeaseRules.of(config), 1e12, clock=clock)
+    assert left(layout) == {name("pins"): 3}
+
+
 @pytest.mark.parametrize("seconds", [0.0, DAY])
 def test_a_large_root_holds_shares_by_a_sample(
     config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, seconds: float
