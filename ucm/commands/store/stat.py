@@ -198,10 +198,11 @@ def _salt_table(salts: Sequence[tuple[str, int, int, int]]) -> list[str]:
         return []
     listed, others = salts[:_MOST_SALTS], salts[_MOST_SALTS:]
     if others:
-        blocks, nbytes, pinned = (sum(one[column] for one in others) for column in (1, 2, 3))
+        _, *counts = zip(*others, strict=True)
+        blocks, nbytes, pinned = map(sum, counts)
         listed = [*listed, (many(len(others), "other salt", "other salts"), blocks, nbytes, pinned)]
     rows = [("salt", "blocks", "bytes", "pinned")]
-    rows += [(name, f"{blocks:,}", *map(format_size, nbytes)) for name, blocks, *nbytes in listed]
+    rows += [(name, f"{blocks:,}", format_size(nbytes), format_size(pinned)) for name, blocks, nbytes, pinned in listed]
     return table(rows, right=(1, 2, 3))
 
 
