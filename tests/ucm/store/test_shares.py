@@ -195,6 +195,19 @@ def test_pins_stay_count_for_their_salt_and_the_capacity_holds(shared: StoreConf
         assert has_no_gap(store, steady)
 
 
+def test_pins_of_a_salt_leave_others_theirs_after_a_restart(shared: StoreConfig, clock: SimulatedClock) -> None:
+    greedy, small = keys_of("greedy", 45), keys_of("small", 20)
+    with open_store(shared, NAMESPACE, SMALL, clock=clock) as store:
+        for keys, seconds in ((small, 3600.0), (greedy, 7200.0)):
+            save(store, keys)
+            store.retain(in_order(keys), clock.time() + seconds, pinned=True)
+            settle(clock)
+    with open_store(shared, NAMESPACE, SMALL, clock=clock) as store:
+        flood(clock, store, [f"flood {number}" for number in range(20)])
+        assert all(found(store, small))
+        assert found(store, greedy).count(True) in range(25, 45)
+
+
 def test_what_nobody_uses_any_more_goes_first(shared: StoreConfig, clock: SimulatedClock) -> None:
     gone, steady = keys_of("gone", 20), keys_of("steady", 30)
     with open_store(replace(shared, share_seconds=1800.0), NAMESPACE, SMALL, clock=clock) as store:
