@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
-BLOCK, STEP, LONGEST, ANSWER = 32, 128, 1024, 2
+BLOCK, STEP, LONGEST, ANSWER = 32, 128, 1024, 4
 Prompt = tuple[int, ...]
 
 
@@ -111,9 +111,7 @@ def fleet(wanted: object, release: str, tmp_path_factory: pytest.TempPathFactory
     del wanted  # one engine after the other
     options = f"--block-size {BLOCK} --max-model-len {LONGEST} --max-num-batched-tokens {STEP}"
     directory = tmp_path_factory.mktemp("fleet")
-    # Three engines whose threads wait for each other on few processors, beside NIXL's, which poll, take minutes more.
-    alone = {"OMP_NUM_THREADS": "1"}
-    with Fleet(with_nixl(release), real_model(), directory, transport=True, options=options, variables=alone) as one:
+    with Fleet(with_nixl(release), real_model(), directory, transport=True, options=options) as one:
         yield one
 
 

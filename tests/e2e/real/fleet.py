@@ -15,7 +15,7 @@ from tests.ports import free_port
 from transforms.place import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -64,7 +64,6 @@ class Fleet:
         prefills: How many prefill.
         transport: Whether NIXL moves the KV.
         options: Further options of `vllm serve`.
-        variables: Further environment variables.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Fleet:
         prefills: int = 2,
         transport: bool = False,
         options: str = "",
-        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._python, self._logs, self._running = environment.python, directory, contextlib.ExitStack()
         self.store = directory / "store"
@@ -84,9 +82,9 @@ class Fleet:
         servers = []
         for number in range(prefills + 1):
             port, config = free_port(), transfer(self.store, prefills=number < prefills, transport=transport)
-            own = self._variables(**(variables or {}), VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+            variables = self._variables(VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
             command = f"{serve_command(environment, model, config, port)} {options}"
-            servers.append(Server(command, port, directory / f"server {number}.txt", own))
+            servers.append(Server(command, port, directory / f"server {number}.txt", variables))
         *self.prefills, self.decode = servers
 
     def proxy(self, *prefills: Server) -> Server:
