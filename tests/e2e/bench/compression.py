@@ -10,6 +10,7 @@ one that compresses them, in turns: seconds to the first token, beside those of 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -26,8 +27,8 @@ import zstandard
 from rich.console import Console
 from rich.table import Table
 
-from tests.e2e.bench.figure import Figure, alternate
-from tests.e2e.bench.real import workload
+from tests.e2e.bench.figure import Figure, alternate, median_ratio
+from tests.e2e.bench.real import TOKEN_BYTES, workload
 from tests.e2e.environment import with_runtime
 from tests.e2e.inside.throttled import ThrottledClient
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
@@ -56,8 +57,8 @@ SPEEDS = (0.1e9, 0.3e9, 1e9, 3e9)
 #: Bytes that are loaded.
 LOADED = 64 << 20
 ROUNDS = 9
-#: How many prompts are computed beside those that are loaded.
-COMPUTED = 3
+#: How many prompts take turns, so that no block of the next one is still in the engine's memory.
+PROMPTS = 3
 _THROTTLED = "throttled:ThrottledTier"
 
 
@@ -103,13 +104,14 @@ def figures(release: str) -> Iterator[Figure]:
 def first_tokens(release: str) -> Iterator[Figure]:
     """Measure first tokens in bfloat16 from media of each speed, and print the table."""
     speeds = [f"{speed / 1e9:g} GB/s" for speed in SPEEDS]
-    table = Table("blocks", *speeds, "computed", title=f"seconds to the first token of {LENGTH} tokens in bfloat16")
+    table = Table("blocks", *speeds, "computed", title=f"median seconds to the first token of {LENGTH:,} in bfloat16")
     directory = BUILD / "bench" / "compression"
     shutil.rmtree(directory, ignore_errors=True)
     (packages := directory / "packages").mkdir(parents=True)
     origin = Path(zstandard.__path__[0])  # no environment of vLLM has it
     (packages / origin.name).symlink_to(origin)
-    work, speed = workload(release, COMPUTED, (LENGTH,), BLOCK), directory / "speed"
+    work, speed = workload(release, PROMPTS, (LENGTH,), BLOCK), directory / "speed"
+    prompts = [work.prompt(LENGTH, str(number)) for number in range(PROMPTS)]
     speed.write_text(str(SPEEDS[-1]), encoding="ascii")
     try:
         with ExitStack() as stack:
@@ -119,41 +121,53 @@ def first_tokens(release: str) -> Iterator[Figure]:
                 store = {"pipeline": _THROTTLED, "tiers": {_THROTTLED: options}}
                 one = _engine(release, work, "bfloat16", directory / compression, store, packages)
                 engines.append(stack.enter_context(one))
-            sides = [partial(_first, one, work.prompt(LENGTH, "0"), stored=True) for one in engines]
-            for one in engines:
-                _first(one, work.prompt(LENGTH, "0"), stored=False)
-            found = []
+            computed = zip(*([_first(one, prompt) for one in engines] for prompt in prompts), strict=True)
+            turns = [itertools.cycle(prompts) for _ in engines]
+            found: list[list[list[float]]] = []
             for medium in SPEEDS:
                 speed.write_text(str(medium), encoding="ascii")
-                found.append([statistics.median(of_one) for of_one in alternate(sides, ROUNDS)])
-            computed = [
-                statistics.median(_first(one, work.prompt(LENGTH, str(n + 1)), stored=False) for n in range(COMPUTED))
-                for one in engines
-            ]
+                sides = [partial(_loaded, one, turn, medium) for one, turn in zip(engines, turns, strict=True)]
+                found.append(alternate(sides, ROUNDS))
+            for name, side, of_computed in zip(("plain", "compressed"), (0, 1), computed, strict=True):
+                columns = [*(of_both[side] for of_both in found), list(of_computed)]
+                table.add_row(name, *(f"{statistics.median(one):.3f} ({min(one):.3f})" for one in columns))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    for side, name in enumerate(("plain", "compressed")):
-        table.add_row(name, *(f"{of_both[side]:.3f}" for of_both in found), f"{computed[side]:.3f}")
-    Console().print(table, f"load {os.getloadavg()[0]:.1f}")
+    Console(width=150).print(table, f"the best in brackets; load {os.getloadavg()[0]:.1f}")
     for medium, (plain, compressed) in zip(SPEEDS, found, strict=True):
-        yield Figure(f"compression of bfloat16: first token at {medium}, to plain blocks", compressed / plain, "", None)
+        ratio = median_ratio(plain, compressed)
+        yield Figure(f"compression of bfloat16: first token at {medium}, to plain blocks", ratio, "", None)
 
 
 def _engine(
     release: str, work: Workload, dtype: str, directory: Path, store: dict[str, Any], packages: Path | None = None
 ) -> PrefixEngine:
-    """Return an engine of one process that stores blocks."""
-    arguments = {**work.engine, "dtype": dtype, "max_num_batched_tokens": 512, **connector(store)}
+    """Return an engine of one process that stores blocks, and stages little more than those of one prompt."""
+    staging = (LENGTH + BLOCK) * TOKEN_BYTES * DTYPES[dtype] // DTYPES["float32"]
+    settings = connector(store, staging=staging)
+    arguments = {**work.engine, "dtype": dtype, "max_num_batched_tokens": 512, **settings}
     path = os.pathsep.join(str(one) for one in (INSIDE, packages) if one is not None)
     return PrefixEngine(with_runtime(release), directory / "engine", arguments, {**IN_PROCESS, "PYTHONPATH": path})
 
 
-def _first(engine: PrefixEngine, prompt: list[int], *, stored: bool) -> float:
-    """Return the seconds to the first token of a prompt whose blocks are stored, or of one that is computed."""
+def _loaded(engine: PrefixEngine, prompts: Iterator[list[int]], speed: float) -> float:
+    """Return the seconds to the first token of the next prompt, whose blocks come from a medium.
+
+    Raises:
+        ValueError: They came from elsewhere, as the medium would have taken longer.
+    """
+    took = _first(engine, next(prompts), LENGTH)
+    if took < LENGTH * TOKEN_BYTES / 2 / 2 / speed:  # in bfloat16, and not even half of it if compressed
+        raise ValueError(f"the first token came after {took:.3f} s from a medium of {speed:g} bytes per second")
+    return took
+
+
+def _first(engine: PrefixEngine, prompt: list[int], cached: int = 0) -> float:
+    """Return the seconds to the first token of a prompt of which so many tokens are loaded."""
     if not engine.reset():
         raise RuntimeError("the engine's prefix cache cannot be emptied: blocks are still held")
     (answer,) = engine.generate([request(prompt, 1)])
-    if answer.cached != (LENGTH if stored else 0) or answer.first_s is None:
+    if answer.cached != cached or answer.first_s is None:
         raise ValueError(f"the engine had {answer.cached} tokens of {len(prompt)}")
     engine.settle()  # its blocks are visible, and nothing is saved while others are timed
     return answer.first_s
