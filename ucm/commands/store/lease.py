@@ -54,7 +54,6 @@ def lease(prompt: Prompt, seconds: float, *, pin: bool) -> dict[str, Any]:
     Raises:
         UcmError: The lease would be too long, these pins would be beyond those that the prompt's salt may have, a tier
             cannot be opened, or the engine would not cache this prompt.
-        OSError: A directory cannot be read.
     """
     longest = prompt.config.lease_seconds
     if seconds > longest:

@@ -598,30 +598,33 @@ def pins_beyond(
         config: The store's options.
         blocks: The blocks to pin, all of one salt, by namespace.
         clock: Tells which pins have ended.
-
-    Raises:
-        OSError: A directory cannot be read.
     """
-    rules, shares, now = LeaseRules.of(config), Shares.of(config), int(clock.time() * 1e9)
     for directory in config.directories:
-        new = []
-        for path in (Layout(directory, name).block(key) for name, keys in blocks.items() for key in keys):
-            with suppress(FileNotFoundError):
-                status = status_of(path)
-                if not rules.is_pinned(status.st_mtime_ns, now):
-                    new.append(StoredFile(path, status.st_size, status.st_mtime_ns))
-        root, share = os.path.realpath(directory), config.posix_capacity_bytes
-        state = Usage(root).read() if new else None
-        limit = _smaller(None if share is None else share / len(config.directories), state.limit if state else None)
-        if limit is None or not new:
-            continue
-        pinned = [file for file in scan(root, clock=clock).files if rules.is_pinned(file.used_ns, now)]
-        pinned = [file for file in pinned if not file.damaged]
-        account = shares.account(new[0].tag)
-        lost = [one for whose, one in lost_pins([*new, *pinned], limit * PINNED_SHARE, shares) if whose == account]
-        if lost:
-            held = sum(file.held for file in pinned if shares.account(file.tag) == account)
-            added = sum(file.held for file in new)
-            most = held + added - sum(file.held for file in lost)
-            return PinsBeyond(root, tag_name(new[0].tag), account, most, held, added)
+        paths = [Layout(directory, name).block(key) for name, keys in blocks.items() for key in keys]
+        with suppress(OSError):  # who leases blocks in this directory is told what is wrong with it
+            if (beyond := _pins_beyond_in(os.path.realpath(directory), paths, config, clock)) is not None:
+                return beyond
     return None
+
+
+def _pins_beyond_in(root: str, paths: Sequence[str], config: StoreConfig, clock: Clock) -> PinsBeyond | None:
+    rules, shares, now = LeaseRules.of(config), Shares.of(config), int(clock.time() * 1e9)
+    new = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            status = status_of(path)
+            if not rules.is_pinned(status.st_mtime_ns, now):
+                new.append(StoredFile(path, status.st_size, status.st_mtime_ns))
+    share, state = config.posix_capacity_bytes, Usage(root).read()
+    limit = _smaller(None if share is None else share / len(config.directories), state.limit if state else None)
+    if limit is None or not new:
+        return None
+    pinned = [one for one in scan(root, clock=clock).files if not one.damaged and rules.is_pinned(one.used_ns, now)]
+    account = shares.account(new[0].tag)
+    lost = [one for whose, one in lost_pins([*new, *pinned], limit * PINNED_SHARE, shares) if whose == account]
+    if not lost:
+        return None
+    held = sum(file.held for file in pinned if shares.account(file.tag) == account)
+    added = sum(file.held for file in new)
+    most = held + added - sum(file.held for file in lost)
+    return PinsBeyond(root, tag_name(new[0].tag), account, most, held, added)

@@ -176,6 +176,11 @@ def test_pins_that_would_not_be_kept_are_refused(
     tag, size = tag_name(tag_of_salt("a tenant").hex()), format_size
     assert f"{tag} may pin {size(3 * nbytes)} beside what others have pinned; it has {size(0)} pinned" in answer.err
     assert f"this adds {size(5 * nbytes)}\n  where: {root}" in answer.err
+    plain = config.read_text(encoding="utf-8")
+    config.write_text(plain.replace("}", ", share_weights: {no-salt: 1}}"), encoding="utf-8")
+    answer = run("pin", "--for", "2h", "--salt-file", salt)
+    assert (answer.code, f"{tag}, with all salts without a weight, may pin" in answer.err) == (2, True)
+    config.write_text(plain, encoding="utf-8")
     layout, rules = Layout(str(root), f"{NAMESPACE}/g0"), LeaseRules.of(posix)
 
     def pinned() -> list[bool]:
