@@ -111,7 +111,7 @@ class SparseDrafts(BlockTopK):
         always = parse_options(self.options_type, self._name, options).drafting == "always"
         self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
         self._step: StepBatch | None = None  #: the engine's running step
-        self._verified: Mapping[str, int] = {}  #: the drafts that it verifies
+        self._made: Mapping[str, int] = {}  #: the drafts that were made before it
         self._drafting = False
         self._chosen: Chosen | None = None  #: by the first drafts after the running step
 
@@ -182,37 +182,41 @@ class SparseDrafts(BlockTopK):
             runner.effective_drafter_max_model_len = sys.maxsize
         super().execute_begin(runner, scheduler_output, input_batch)
         self._step = batch = self._batch
-        self._verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
         if self._payoff is not None and batch is not None:
+            verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
-            self._payoff.begin(batch.request_ids, self._verified, decodes=bool(decodes.all()))
+            self._payoff.begin(batch.request_ids, verified, decodes=bool(decodes.all()))
 
-    def drafts(self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.int32]) -> dict[int, int]:
+    def drafts(
+        self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.int32], num_slots: NDArray[np.int64]
+    ) -> dict[int, int]:
         """Return how many drafts to make for which rows of the step that has just run.
 
         Args:
             sampled: The tokens that each row has generated.
             num_tokens: The tokens that it has, these included.
+            num_slots: The tokens for whose KV it has blocks. The last draft of a step writes none.
         """
         step, planner, self._chosen = self._step, self._planner, None
         if step is None or planner is None:
             return {}
         chosen: dict[str, int] = {}
+        left = np.minimum(self._longest, num_slots + 1) - num_tokens
+        made, self._made = self._made, {}
         for row, new in enumerate(sampled):
             request_id = step.request_ids[row]
-            verified = self._verified.get(request_id, 0)
-            if verified and new:
-                self.counts["drafted"] += verified
+            if new and request_id in made:
+                # Those that vLLM has not verified gained nothing either: a grammar, for instance, does not allow them.
+                self.counts["drafted"] += made[request_id]
                 self.counts["accepted"] += len(new) - 1
                 if self._payoff is not None:
-                    self._payoff.judged(request_id, verified, len(new) - 1)
-            long = planner.thresholds(request_id)[1] < num_tokens[row] < self._longest
-            if new and long and request_id not in self._dense:
+                    self._payoff.judged(request_id, made[request_id], len(new) - 1)
+            long = planner.thresholds(request_id)[1] < num_tokens[row]
+            if new and long and left[row] > 0 and request_id not in self._dense:
                 chosen[request_id] = row
         numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
-        return {
-            chosen[name]: min(number, self._longest - int(num_tokens[chosen[name]])) for name, number in numbers.items()
-        }
+        self._made = {name: min(number, int(left[chosen[name]])) for name, number in numbers.items()}
+        return {chosen[name]: number for name, number in self._made.items()}
 
     def made(self, drafts: int, seconds: float) -> None:
         """Drafts were made after a step."""

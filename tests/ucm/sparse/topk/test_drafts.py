@@ -63,8 +63,9 @@ class Worker:
         with self.method.drafting(own, at):
             return self._attend(metadata(batch, rows), len(own))
 
-    def chosen(self, sampled: Sequence[Sequence[int]], *num_tokens: int) -> dict[int, int]:
-        return self.method.drafts(sampled, np.array(num_tokens, np.int32))
+    def chosen(self, sampled: Sequence[Sequence[int]], *num_tokens: int, slots: int = BLOCKS * SIZE) -> dict[int, int]:
+        tokens = np.array(num_tokens, np.int32)
+        return self.method.drafts(sampled, tokens, np.full(len(tokens), slots, np.int64))
 
     def _attend(self, dense: Metadata, tokens: int) -> Metadata:
         query = torch.ones((tokens, HEADS, HEAD))
@@ -159,11 +160,32 @@ def test_drafts_end_where_a_context_does() -> None:
     assert worker.chosen([[5], [5], [5]], 31, 38, 40) == {0: 3, 1: 2}
 
 
+def test_drafts_write_no_kv_outside_of_a_request_s_blocks() -> None:
+    """The last draft's is not computed; without a block for the newest token there is none."""
+    worker = Worker()
+    for slots, expected in ((34, {0: 3}), (33, {0: 3}), (32, {0: 2}), (31, {0: 1}), (30, {})):
+        worker.step(step(("a", 30, 1, 8)), [ROW])
+        assert worker.chosen([[5]], 31, slots=slots) == expected
+
+
 def test_what_was_accepted_is_counted() -> None:
     worker = Worker()
-    worker.step(step(("a", 30, 4, 30), ("b", 30, 4, 30), ("c", 30, 1, 30)), [ROW, ROW, ROW], a=3, b=3)
-    worker.chosen([[5, 6, 7], [5], [5]], 33, 31, 31)
+    worker.step(step(("a", 29, 1, 29), ("b", 29, 1, 29), ("c", 3, 1, 2)), [ROW, ROW, ROW])
+    assert worker.chosen([[4], [4], [4]], 30, 30, 4) == {0: 3, 1: 3}
+    worker.step(step(("a", 29, 4, 29), ("b", 29, 4, 29), ("c", 4, 1, 2)), [ROW, ROW, ROW], a=3, b=3)
+    worker.chosen([[5, 6, 7], [5], [5]], 32, 30, 5)
     assert worker.method.summary().endswith("; 2 of 6 drafts accepted")
+
+
+@pytest.mark.parametrize("verified", [0, 1])
+def test_drafts_that_a_grammar_does_not_allow_were_made_in_vain(verified: int) -> None:
+    """vLLM verifies those before the first that its grammar forbids; such a request would be drafted for ever."""
+    worker = Worker()
+    worker.step(step(("a", 29, 1, 29)), [ROW])
+    assert worker.chosen([[4]], 30) == {0: 3}
+    worker.step(step(("a", 29, 1 + verified, 29)), [ROW], a=verified)
+    worker.chosen([[5] * (1 + verified)], 31 + verified)
+    assert worker.method.summary().endswith(f"; {verified} of 3 drafts accepted")
 
 
 def test_by_default_drafts_wait_until_steps_were_measured() -> None:
@@ -174,10 +196,13 @@ def test_by_default_drafts_wait_until_steps_were_measured() -> None:
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     worker = Worker(drafting="measured")
-    worker.step(step(("a", 30, 4, 30)), [ROW], a=3)
-    worker.chosen([[5, 6]], 32)
     payoff = worker.method._payoff
     assert payoff is not None
+    payoff.choose = lambda names: dict.fromkeys(names, 3)  # type: ignore[method-assign]
+    worker.step(step(("a", 29, 1, 29)), [ROW])
+    assert worker.chosen([[4]], 30)
+    worker.step(step(("a", 29, 4, 29)), [ROW], a=3)
+    worker.chosen([[5, 6]], 32)
     assert payoff._chances.keys() == {"a"}
     worker.method.requests_finished(worker, ["a"])
     assert not payoff._chances

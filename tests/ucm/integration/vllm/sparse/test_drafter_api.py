@@ -52,6 +52,8 @@ def test_the_attention_of_a_step_is_described_as_vllm_describes_it(release: str)
     table = text(release, TABLE, "BlockTable.__init__") + text(release, TABLE, "BlockTable.get_device_tensor")
     assert "self.block_size = " in table
     assert "return self.block_table.gpu[:num_reqs]" in table
+    assert "self.num_blocks_per_row = " in table
+    assert "self.block_tables = " in text(release, TABLE, "MultiGroupBlockTable.__init__")
     group = vllm.definition(release, GROUPS, "AttentionGroup")
     assert group is not None
     methods = {node.name for node in group.body if isinstance(node, ast.FunctionDef)}
