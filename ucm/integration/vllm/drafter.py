@@ -94,7 +94,10 @@ def num_slots(runner: Any, rows: int) -> NDArray[np.int64]:
     vLLM 0.22.1 reserves none behind a prompt that one step computes from its start.
     """
     tables = runner.input_batch.block_table.block_tables
-    return np.min([table.num_blocks_per_row[:rows].astype(np.int64) * table.block_size for table in tables], 0)
+    slots: NDArray[np.int64] = np.min(
+        [table.num_blocks_per_row[:rows].astype(np.int64) * table.block_size for table in tables], 0
+    )
+    return slots
 
 
 class DraftForward:

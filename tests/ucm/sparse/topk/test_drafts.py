@@ -198,9 +198,9 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     worker = Worker(drafting="measured")
     payoff = worker.method._payoff
     assert payoff is not None
-    payoff.choose = lambda names: dict.fromkeys(names, 3)  # type: ignore[method-assign]
     worker.step(step(("a", 29, 1, 29)), [ROW])
-    assert worker.chosen([[4]], 30)
+    with patch.object(payoff, "choose", return_value={"a": 3}):
+        assert worker.chosen([[4]], 30)
     worker.step(step(("a", 29, 4, 29)), [ROW], a=3)
     worker.chosen([[5, 6]], 32)
     assert payoff._chances.keys() == {"a"}
