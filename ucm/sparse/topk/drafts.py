@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from ucm.clock import SYSTEM
-from ucm.compat import optional
+from ucm.compat import drafts_spoil_sampling, optional
 from ucm.errors import SparseMethodError
 from ucm.sparse.attention import StepBatch
 from ucm.sparse.options import parse_options
@@ -108,6 +108,9 @@ class SparseDrafts(BlockTopK):
         self.runner: Callable[[], Any] = lambda: None
         self._longest = int(optional(vllm_config, "model_config.max_model_len") or sys.maxsize)
         self._most = int(optional(vllm_config, "speculative_config.num_speculative_tokens") or 0)
+        self._greedy_only = drafts_spoil_sampling(vllm_config)
+        self._sampling: bool | None = False  #: whether any request does; on the scheduler's side None: to be found out
+        self._requests: Mapping[str, Any] = {}  #: the scheduler's
         always = parse_options(self.options_type, self._name, options).drafting == "always"
         self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
         self._step: StepBatch | None = None  #: the engine's running step
@@ -127,9 +130,17 @@ class SparseDrafts(BlockTopK):
         return [*super().advice(options), f"it drafts only if vLLM is started with {HOW}"]
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Do not limit them."""
-        del request, num_computed_tokens
-        return num_new_tokens
+        """Where they would spoil it, let no step verify drafts while a request samples."""
+        if self._sampling is None:
+            params = [one.sampling_params for one in self._requests.values()]
+            self._sampling = any(of is not None and of.temperature > 0 for of in params)
+        return min(num_new_tokens, request.num_tokens - num_computed_tokens) if self._sampling else num_new_tokens
+
+    def build_metadata(self, scheduler_output: Any) -> object:
+        """Send nothing; requests come and go between steps."""
+        del scheduler_output
+        self._sampling = None if self._greedy_only else False
+        return None
 
     def before_allocation(self, request: Any) -> bool:
         """Leave all blocks to be shared."""
@@ -151,10 +162,20 @@ class SparseDrafts(BlockTopK):
                 raise SparseMethodError(
                     f"SparseDrafts does not serve {what}", where=f"{where} = {found!r}"[:200], fix=WITHOUT
                 )
+        if self._greedy_only:
+            self._logger.info(
+                "[UCM.Sparse] %s drafts nothing while a request samples (temperature): this vLLM would then give wrong "
+                "tokens on a CPU",
+                self._name,
+            )
         super().worker_started()
 
     def scheduler_started(self, scheduler: Any) -> None:
-        """Reserve slots for the KV of drafts, as vLLM does for draft models; refuse a connector that may save it."""
+        """Reserve slots for the KV of drafts, as vLLM does for draft models; refuse a connector that may save it.
+
+        vLLM would also pad the first step of some requests with drafts that are none, for full CUDA graphs, unless the
+        number of drafts depends on that of the requests.
+        """
         connector = optional(scheduler, "connector")
         if connector is not None and not type(connector).__module__.startswith("ucm."):
             raise SparseMethodError(
@@ -164,6 +185,9 @@ class SparseDrafts(BlockTopK):
                 fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
             )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
+        if getattr(scheduler, "dynamic_sd_lookup", ()) is None:
+            scheduler.dynamic_sd_lookup = [self._most] * (scheduler.max_num_running_reqs + 1)
+        self._requests, self._sampling = scheduler.requests, None if self._greedy_only else False
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
@@ -182,6 +206,7 @@ class SparseDrafts(BlockTopK):
             runner.effective_drafter_max_model_len = sys.maxsize
         super().execute_begin(runner, scheduler_output, input_batch)
         self._step = batch = self._batch
+        self._sampling = self._greedy_only and not input_batch.all_greedy
         if self._payoff is not None and batch is not None:
             verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
@@ -212,7 +237,7 @@ class SparseDrafts(BlockTopK):
                 if self._payoff is not None:
                     self._payoff.judged(request_id, made[request_id], len(new) - 1)
             long = planner.thresholds(request_id)[1] < num_tokens[row]
-            if new and long and left[row] > 0 and request_id not in self._dense:
+            if new and long and left[row] > 0 and request_id not in self._dense and not self._sampling:
                 chosen[request_id] = row
         numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
         self._made = {name: min(number, int(left[chosen[name]])) for name, number in numbers.items()}

@@ -33,16 +33,27 @@ OPTIONS = {"token_budget": 16, "min_context": 0, "sink_tokens": 4, "recent_token
 ROW = list(range(10, 20))
 
 
+class View(FakeView):
+    """Of which a batch is a part of vLLM's."""
+
+    def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
+        return super().batch(runner, scheduler_output, input_batch.step)
+
+
 class Worker:
     """A worker's method, and one layer of its model.
 
     Args:
+        device: The type of its device.
         **options: Those of the method that differ from `OPTIONS`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.method = SparseDrafts(config(), Role.WORKER, {**OPTIONS, "drafting": "always", **options})
-        self.view = FakeView()
+    def __init__(self, device: str = "cuda", **options: Any) -> None:
+        about = config(device_config=SimpleNamespace(device_type=device))
+        self.method = SparseDrafts(about, Role.WORKER, {**OPTIONS, "drafting": "always", **options})
+        self.view = View()
+        #: Whether no request samples.
+        self.all_greedy = True
         self.method.attention = self.view
         self.method.worker_started()
         self._kv = torch.randn((2, BLOCKS, SIZE, KV_HEADS, HEAD), generator=torch.Generator().manual_seed(0))
@@ -50,7 +61,7 @@ class Worker:
     def step(self, batch: StepBatch, rows: Sequence[Sequence[int]], **verified: int) -> Metadata:
         """Run a step of the engine; return the metadata that its attention uses."""
         output = SimpleNamespace(scheduled_spec_decode_tokens={name: [1] * of for name, of in verified.items()})
-        self.method.execute_begin(self, output, batch)
+        self.method.execute_begin(self, output, SimpleNamespace(step=batch, all_greedy=self.all_greedy))
         found = self._attend(metadata(batch, rows), int(batch.num_new_tokens.sum()))
         self.method.execute_finished(self, output, None)
         return found
@@ -224,10 +235,39 @@ def test_an_operator_is_told_how_to_start_vllm() -> None:
     assert f'--speculative-config \'{{"method": "{CUSTOM}", "model": "{DRAFTER}",' in line
 
 
-def test_slots_are_reserved_for_drafts() -> None:
-    scheduler = SimpleNamespace(num_lookahead_tokens=0)
+def test_slots_are_reserved_for_drafts_and_no_step_is_padded_with_none() -> None:
+    scheduler = SimpleNamespace(num_lookahead_tokens=0, requests={}, dynamic_sd_lookup=None, max_num_running_reqs=2)
     SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
     assert scheduler.num_lookahead_tokens == 3
+    assert scheduler.dynamic_sd_lookup == [3, 3, 3]
+    scheduler.dynamic_sd_lookup = [2, 2, 1]  # the operator's
+    SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
+    assert scheduler.dynamic_sd_lookup == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("device", "limited"), [("cpu", 1), ("cuda", 4)])
+def test_on_a_cpu_no_step_verifies_drafts_beside_a_request_that_samples(device: str, limited: int) -> None:
+    made = SparseDrafts(config(device_config=SimpleNamespace(device_type=device)), Role.SCHEDULER, OPTIONS)
+    scheduler = SimpleNamespace(num_lookahead_tokens=0, requests={})
+    made.scheduler_started(scheduler)
+    drafted = SimpleNamespace(num_tokens=31, sampling_params=SimpleNamespace(temperature=0.0))
+    prompt = SimpleNamespace(num_tokens=20, sampling_params=SimpleNamespace(temperature=0.7))
+    scheduler.requests["drafted"] = drafted
+    assert made.limit_new_tokens(drafted, 30, 4) == 4
+    made.build_metadata(None)
+    scheduler.requests["prompt"] = prompt  # it joins the step in which they would be verified
+    assert made.limit_new_tokens(drafted, 30, 4) == limited
+    assert made.limit_new_tokens(prompt, 0, 16) == 16
+    made.build_metadata(None)
+    del scheduler.requests["prompt"]
+    assert made.limit_new_tokens(drafted, 31, 4) == 4
+
+
+def test_on_a_cpu_nothing_is_drafted_beside_a_request_that_samples() -> None:
+    worker = Worker("cpu")
+    for worker.all_greedy, expected in ((True, {0: 3}), (False, {}), (True, {0: 3})):
+        worker.step(step(("a", 29, 1, 8)), [ROW])
+        assert worker.chosen([[5]], 31) == expected
 
 
 def test_a_connector_that_may_save_drafts_is_refused() -> None:

@@ -336,8 +336,7 @@ class VllmEngine:
                 self._tokens[found.request_id] = found.tokens
             drafts = output.scheduled_spec_decode_tokens.get(found.request_id, [])
             self.happened["drafts"] += len(drafts)
-            # vLLM pads the steps of new requests with drafts of -1, which its runner computes as another token.
-            tokens = [*self._tokens[found.request_id], *(max(draft, 0) for draft in drafts)]
+            tokens = [*self._tokens[found.request_id], *drafts]
             chunks.append(Chunk(found.start, tokens[found.start : found.start + found.count], found.block_ids))
         runs = [
             self._begin(*one, copy.copy(output), metadata, list(zip(work, chunks, strict=True)))
