@@ -66,7 +66,7 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
     first, lower = _tiers_of(prompt)
     found, tokens = find(prompt)
     config, authenticator = prompt.config, authenticator_of(prompt.config, of_tool=True)
-    if any(len(one.stored.ranks) > 1 for one in found) and (compressing := _compressing(config)):
+    if any(one.stored.geometry_of_all is None for one in found) and (compressing := _compressing(config)):
         raise UcmError(
             "blocks of several ranks cannot be prefetched where a tier compresses",
             where=f"store: tiers: {compressing}: compression",
@@ -82,8 +82,7 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
         for one in found:
             stored = one.stored
             depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
-            # What several ranks store differs from what the one that describes the engine would store.
-            geometry = stored.geometry if len(stored.ranks) == 1 else None
+            geometry = stored.geometry_of_all
             for namespace in stored.ranks if depths else ():
                 top, *others = (
                     stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))

@@ -82,6 +82,31 @@ def test_all_ranks_and_only_what_a_window_reaches(
     assert (answer.code, "several ranks cannot be prefetched where a tier compresses" in answer.err) == (2, True)
 
 
+def test_compressed_slices_of_heads(
+    run: Callable[..., Answer],  # noqa: F811 - fixtures
+    config: Path,  # noqa: F811
+    memory: str,
+    described: dict[str, Any],  # noqa: F811
+) -> None:
+    """They are alike on all ranks, so that one of them tells how large they are."""
+    (full,) = described["facts"].stored
+    slices = tuple(f"{NAMESPACE}/kv{place}of2-g0" for place in range(2))
+    described["facts"] = replace(
+        described["facts"], stored=(replace(full, group=replace(full.group, slices=2), ranks=slices),)
+    )
+    store: dict[str, Any] = {"directories": str(config.parent / "kv"), "tiers": {"Posix": {"compression": "lossless"}}}
+    for namespace in slices:
+        settings = {**store, "directories": (store["directories"],)}
+        with open_store(StoreConfig(pipeline="Posix", **settings), namespace, GEOMETRY) as opened:
+            assert not save(opened, keys(5), GEOMETRY).failed
+    settings = {"pipeline": "Cache|Posix", "dram_directory": memory, **store}
+    config.write_text(json.dumps({"store": settings, "kv_head_shards": 2}), encoding="utf-8")
+    answer = run("prefetch", "--json")
+    assert answer.code == 0, answer.err
+    assert (answer.data["blocks"], answer.data["copied"]) == (10, 10)
+    assert [held(memory, keys(5), namespace) for namespace in slices] == [[True] * 5] * 2
+
+
 @pytest.mark.parametrize("pipeline", ["Dram|Posix", "Posix|Dram"])
 def test_compressed_and_authenticated_blocks(
     run: Callable[..., Answer],  # noqa: F811 - fixtures
