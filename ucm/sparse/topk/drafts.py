@@ -185,7 +185,7 @@ class SparseDrafts(BlockTopK):
                 fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
             )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
-        if getattr(scheduler, "dynamic_sd_lookup", ()) is None:
+        if optional(scheduler, "dynamic_sd_lookup", ()) is None:
             scheduler.dynamic_sd_lookup = [self._most] * (scheduler.max_num_running_reqs + 1)
         self._requests, self._sampling = scheduler.requests, None if self._greedy_only else False
 
