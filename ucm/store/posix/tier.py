@@ -441,35 +441,38 @@ class PosixTier(Tier):
             used = read_block(directory, known_codec(self._codec), block, path)
         except StoreError as error:
             self._fail(directory, block.key, error)
-        until = used_until(self.clock.time(), self._touch_seconds, block.depth)
-        if used < until and used != until // _COARSEST * _COARSEST:
-            directory.evictor.touch(path, until)
-            return True
-        return False
+        now = self.clock.time()
+        until = used_until(now, self._touch_seconds, block.depth)
+        is_old = used < until and used != until // _COARSEST * _COARSEST
+        return is_old and self._use(block.key, block.depth, now)
 
     def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew times of last use in the background."""
         self._start_evictors()
+        if self._is_private:
+            return
         now = self.clock.time()
-        done = self._renewed_until(used_until(now, self._touch_seconds, 0))
         for key, depth in depths.items():
-            directory = self._directory(key)
-            if directory.layout.is_private:  # its blocks are of running requests, and never evicted
-                break
-            if is_new or key not in done:
-                done.add(key)
-                until = used_until(now, self._touch_seconds, depth)
-                directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
+            if is_new:
+                self._renewed.discard(key)
+            self._use(key, depth, now)
+
+    def _use(self, key: BlockKey, depth: int, now: float) -> bool:
+        """Renew a block's time of last use soon; return False if this tier does so, or has, in the current span."""
+        done = self._renewed_until(used_until(now, self._touch_seconds, 0))
+        if key in done:
+            return False
+        done.add(key)
+        directory, until = self._directory(key), used_until(now, self._touch_seconds, depth)
+        directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
+        return True
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Set times of last use in the background; see ``ucm.store.posix.leases``."""
         self._start_evictors()
         until = lease_end(until, self.clock.time(), self._config)
-        for key, depth in depths.items() if until else ():
-            directory = self._directory(key)
-            if directory.layout.is_private:
-                break
-            stamp = kept_until(until, depth)
+        for key, depth in depths.items() if until and not self._is_private else ():
+            directory, stamp = self._directory(key), kept_until(until, depth)
             directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
 
     def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
@@ -559,6 +562,11 @@ class PosixTier(Tier):
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
+
+    @property
+    def _is_private(self) -> bool:
+        """Whether the blocks are of running requests, and so never evicted."""
+        return self._directories[0].layout.is_private
 
     def _renewed_until(self, until: int) -> set[BlockKey]:
         """Return the blocks that this tier has renewed until the end of the current span."""
