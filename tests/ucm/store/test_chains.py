@@ -67,7 +67,7 @@ def has_no_gap(store: KVStore, keys: Sequence[BlockKey]) -> bool:
 @pytest.fixture
 def patient(config: StoreConfig, clock: SimulatedClock) -> StoreConfig:
     clock.advance(3600.0)  # the kernel's times of files, which are real, are in the past, however slow the machine is
-    return replace(config, touch_seconds=TOUCH, lookup_cache_keys=0)
+    return replace(config, touch_seconds=TOUCH)
 
 
 def shrink(config: StoreConfig, blocks: int) -> None:

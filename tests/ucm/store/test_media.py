@@ -94,7 +94,7 @@ def test_the_other_directories_go_on(tmp_path: Path, clock: SimulatedClock) -> N
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
-    config = StoreConfig(directories=tuple(map(str, roots)), lookup_cache_keys=0)
+    config = StoreConfig(directories=tuple(map(str, roots)))
     keys = [key(number) for number in range(60)]
     with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, keys, ODD)

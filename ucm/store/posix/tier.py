@@ -39,7 +39,6 @@ from ucm.store.shares import Shares
 from ucm.store.tier import (
     CompressingOptions,
     Leased,
-    RecentKeys,
     Tier,
     kept_until,
     lease_end,
@@ -367,7 +366,6 @@ class PosixTier(Tier):
         self._codec, self._authenticator = codec, authenticator
         self._compresses = compresses
         self._capacity_bytes = capacity_bytes
-        self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
         self._touch_seconds = config.touch_seconds
         self._config = config
@@ -401,12 +399,12 @@ class PosixTier(Tier):
         return resting.count(True) / len(resting)
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Test one directory entry per key that is not known to exist, on the lookup threads of each directory."""
+        """Test one directory entry per key, on the lookup threads of each directory."""
         by_lane: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             by_lane.setdefault(self.lane(key), []).append(place)
         asked = [
-            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places]))
+            (places, _Question(self._directories[lane], [keys[place] for place in places]))
             for lane, places in by_lane.items()
         ]
         found = [False] * len(keys)
@@ -544,7 +542,6 @@ class PosixTier(Tier):
         write_block(directory, key, stored)
         if self._compresses:
             self.counters.compressed(nbytes_of(stored))
-        self._recent.generations()[0].add(key)
         self._renewed.discard(key)
         directory.evictor.wrote()
 
@@ -587,19 +584,14 @@ class PosixTier(Tier):
         key = key_of(*path.rsplit("/", 2)[-2:])
         self.counters.evicted(1, () if key is None else (key,))
         if key is not None:
-            self._drop(key)
-
-    def _drop(self, key: BlockKey) -> None:
-        """Forget a block that is gone."""
-        self._renewed.discard(key)
-        self._recent.drop(key)
+            self._renewed.discard(key)
 
     def _fail(self, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
         """Quarantine an unusable block, and raise the error for its reader.
 
         A medium that neither reads a file nor lets it be moved counts as failing.
         """
-        self._drop(key)
+        self._renewed.discard(key)
         if isinstance(error, _OF_THE_BLOCK):
             if quarantine(directory.layout, key, error, directory.quarantine_keep):
                 self.counters.quarantined()
@@ -614,19 +606,16 @@ class _Question:
 
     Args:
         directory: The directory; it is not read while it rests.
-        recent: Keys that were recently found.
         keys: The keys to look up.
     """
 
-    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey]) -> None:
-        self._directory, self._recent, self._keys = directory, recent, keys
+    def __init__(self, directory: Directory, keys: Sequence[BlockKey]) -> None:
+        self._directory, self._keys = directory, keys
         self._found: list[bool] = []
-        self._tested = 0
         self._ended = directory.clock.event()
         self._given_up = False
         self.error: StoreTimeoutError | None = None
         if directory.reads.rests:
-            self._found = self._seen()
             self._ended.set()
         else:
             directory.lookups.submit([RefusableJob(self._run, self._ended.set)])
@@ -635,34 +624,19 @@ class _Question:
         """Return the results until the deadline, in the order of the keys; remaining keys count as missing."""
         if not self._ended.wait(max(0.0, deadline - self._directory.clock.monotonic())):
             self._given_up = True
-            if not self._tested:
+            if not self._found:
                 self.error = StoreTimeoutError("it does not answer", where=self._directory.layout.root)
                 self._directory.reads.failed(self.error)
         return list(self._found)
 
-    def _seen(self) -> list[bool]:
-        young, old = self._recent.generations()
-        return [key in young or key in old for key in self._keys]
-
     def _run(self) -> None:
         try:
-            self._look()
+            for key in self._keys:
+                self._found.append(self._directory.holds(key))
+                if self._given_up:
+                    break
         finally:
             self._ended.set()
-
-    def _look(self) -> None:
-        directory, there = self._directory, []
-        for key, known in zip(self._keys, self._seen(), strict=True):
-            found = known
-            if not known:
-                found = directory.holds(key)
-                self._tested += 1
-                if found:
-                    there.append(key)
-            self._found.append(found)
-            if self._given_up:
-                break
-        self._recent.generations()[0].update(there)
 
 
 def _sum_of_known(figures: Sequence[int | None]) -> int | None:

@@ -434,7 +434,7 @@ class Stager:
     def _find(self, lookup: Lookup) -> int:
         query, slab = lookup.query, self._slab
         present = [
-            self._with_computed(group, query, self._present(group, keys, query.computed // group.chunk_tokens))
+            self._with_computed(group, query, self._found(group, keys, query.computed // group.chunk_tokens))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
         ]
         lookup.awaits = bool(query.awaited) and self._published(query, present) < query.awaited
@@ -466,6 +466,11 @@ class Stager:
                     slab.release([row])
                     again = True
         return again
+
+    def _found(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
+        """Return which chunks are staged or, behind those, as ``_present`` says; a request to a medium costs more."""
+        staged = 0 if self._slab is None else self._slab.holds(group.index, keys)
+        return [True] * staged + self._present(group, keys[staged:], first + staged)
 
     def _present(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
         """Return which chunks of a group, from ``first`` on, all ranks have, or no hit needs."""
