@@ -357,6 +357,26 @@ def test_which_block_is_missing_is_told_later_or_not_at_all(clock: SimulatedCloc
     scene.store.answers.set()
 
 
+def test_what_many_requests_use_is_not_asked_for_each_time(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
+    chain = scene.keep(TOKENS)
+
+    def asked(keys: Sequence[bytes] = chain) -> int:
+        before = scene.store.lookups
+        scene.stager.use(use(scene, keys))
+        clock.run_until_idle()
+        return scene.store.lookups - before
+
+    assert [asked(chain[:4]), asked(chain[:4]), asked(), asked(chain[:6])] == [1, 0, 1, 0]
+    scene.store.keys.clear()
+    clock.advance(staging.STORED_SECONDS)
+    assert (asked(), scene.stager.answers()) == (1, [("r", 0, 0)])
+    scene.keep(TOKENS)
+    assert [asked(), asked()] == [1, 0], "what was missing is asked for again"
+    scene.stager.begin(scene.stores)
+    assert asked() == 1, "other stores, of another identity, may have other blocks"
+
+
 def test_a_window_is_searched_for_the_blocks_in_it_alone(clock: SimulatedClock) -> None:
     scene = Scene(clock, 2 * SIZE)
     chain = scene.keep(TOKENS)
