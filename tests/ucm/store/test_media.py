@@ -306,12 +306,12 @@ def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
         [directory] = tier._directories
 
         def refused(
-            path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool
+            path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool
         ) -> tuple[float, StoreError | None]:
             if direct:
-                directory.no_direct_io(OSError(errno.EINVAL, "by another thread"))
+                directory.direct_io = False  # by another thread
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return read(path, codec, block, direct=direct)
+            return read(path, codec, block, direct)
 
         monkeypatch.setattr(posix_files, "_read", refused)
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}

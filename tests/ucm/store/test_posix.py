@@ -76,8 +76,8 @@ def test_two_writers_leave_one_whole_block(
 ) -> None:
     written, goes_on = clock.event(), clock.event()
 
-    def late(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int) -> NewFile:
-        file = _write(directory, pieces, nbytes)
+    def late(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
+        file = _write(directory, pieces, nbytes, direct)
         if not written.is_set():
             written.set()
             goes_on.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -26,6 +27,7 @@ from ucm.store.posix.files import quarantine, read_block, read_file, store_error
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import (
+    NotAFileError,
     distrust,
     file_system_of,
     group_id,
@@ -219,13 +221,24 @@ class Directory:
         self.writes.failed(found)
         return found
 
-    def no_direct_io(self, error: OSError) -> None:
-        """Switch to the page cache."""
-        if self.direct_io:
-            self.direct_io = False
-            get_logger(__name__).warning(
-                "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
-            )
+    def directly(self, call: Callable[[bool], T]) -> T:
+        """Call a function with whether to use direct I/O; where that is refused, again and from now on without.
+
+        Raises:
+            OSError: The call raised it.
+        """
+        direct = self.direct_io  # another thread may switch it off meanwhile
+        try:
+            return call(direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
+                raise
+            if self.direct_io:
+                self.direct_io = False
+                get_logger(__name__).warning(
+                    "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
+                )
+        return call(False)
 
     def _make(self) -> None:
         """Make the namespace's missing directories.
