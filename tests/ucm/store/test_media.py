@@ -20,7 +20,7 @@ from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import names_in
+from ucm.store.posix.paths import list_directory
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
@@ -266,7 +266,7 @@ def test_direct_io_gives_way_where_it_is_refused(
     ):
         save(store, KEYS, ODD)
         assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-        assert not names_in(Layout(config.directories[0], NAMESPACE).temporary)
+        assert not list_directory(Layout(config.directories[0], NAMESPACE).temporary)
     assert len([line for line in said if "refuses direct I/O" in line]) == 2
 
 
