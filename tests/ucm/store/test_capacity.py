@@ -25,10 +25,10 @@ from ucm.store.tier import used_until
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes

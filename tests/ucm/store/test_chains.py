@@ -25,9 +25,9 @@ from ucm.testing.blocks import Memory, content, in_order, key
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 SMALL = BlockGeometry((64,), b"small geometry16")

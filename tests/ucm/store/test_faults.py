@@ -26,7 +26,7 @@ from ucm.testing.conformance import PROCESSES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(200)]

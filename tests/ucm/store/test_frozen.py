@@ -26,12 +26,12 @@ from ucm.testing.blocks import EVEN, content, fetch, filled, in_order, key, save
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Event
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore, Task, TaskResult
     from ucm.store.config import StoreConfig
     from ucm.store.posix.tier import Directory
     from ucm.store.tier import Outcome
-    from ucm.testing.clock import SimulatedClock
 
 #: Enough keys for both of two directories to have some, whatever their names.
 KEYS = [key(number) for number in range(64)]

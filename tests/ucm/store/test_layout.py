@@ -36,7 +36,7 @@ from ucm.store.posix.scan import clean_up
 from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 from ucm.testing.conformance import PROCESSES
 
 names = st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,8}(/[a-z0-9_-][a-z0-9._-]{0,8}){0,3}", fullmatch=True)

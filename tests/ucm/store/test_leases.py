@@ -30,10 +30,10 @@ from ucm.testing.blocks import Memory, content, in_order, key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
     from ucm.store.posix.paths import NewFile
-    from ucm.testing.clock import SimulatedClock
 
 UNIT = 4096  #: what a file takes in the tally
 

@@ -25,9 +25,9 @@ from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockTransfer, StoreError
     from ucm.store.format import HeaderCodec
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]

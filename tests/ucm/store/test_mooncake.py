@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore, StoreError
     from ucm.store.remote.tiers import Client
-    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: Options with which an answer does not arrive in time.

@@ -24,9 +24,9 @@ from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, sa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import Buffer
     from ucm.store.posix.tier import Directory
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: The permissions that the tier's account needs.

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from email.message import Message
 
+    from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
     from ucm.store.base import KVStore, StoreError
-    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1/{namespace_digest(NAMESPACE).hex()}/"
 #: The length of a rest in seconds.

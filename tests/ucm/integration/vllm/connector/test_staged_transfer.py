@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.tensors import Tensor
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockTransfer, KVStore, TaskResult
-    from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

@@ -9,6 +9,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
+from tests.clock import SimulatedClock
 from tests.ucm.integration.vllm.connector.scene import SIZE, Scene, request
 from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
@@ -16,7 +17,6 @@ from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.memory.slab import KEEP_SECONDS, PAGE, State
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import Buffer
-    from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

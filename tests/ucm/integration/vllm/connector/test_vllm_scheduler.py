@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey
-    from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.step import Step, Work
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
     from ucm.store.base import BlockGeometry, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 #: How long an engine without work sleeps for the threads that it waits for, and its limit without progress, in
 #: simulated seconds.

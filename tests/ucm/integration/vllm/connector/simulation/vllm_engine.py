@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import KVStore
-    from ucm.testing.clock import SimulatedClock
 
 LENGTH = 256
 
