@@ -42,7 +42,7 @@ from ucm.store.posix.layout import (
     namespaces,
 )
 from ucm.store.posix.leases import LeaseRules
-from ucm.store.posix.paths import list_directory, names_in, read_file
+from ucm.store.posix.paths import list_directory, read_file
 from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
@@ -301,6 +301,6 @@ def unmarked(root: str) -> list[str]:
             layout = Layout(root, check_namespace(name.replace("+", "/")))
             if layout.base in known or not stat.S_ISDIR(status.st_mode):
                 continue
-            if buckets(layout) and TEMPORARY in names_in(layout.base):
+            if buckets(layout) and TEMPORARY in dict(list_directory(layout.base)):
                 found.append(layout.base)
     return found

@@ -227,15 +227,6 @@ def test_a_load_renews_a_block(full: StoreConfig, layout: Layout, clock: Simulat
 
 
 @pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
-def test_an_evicted_block_is_not_believed_in(full: StoreConfig, clock: SimulatedClock) -> None:
-    believing = replace(full, posix_capacity_bytes=20 * FILE, lookup_cache_keys=1000, lookup_cache_seconds=600.0)
-    with open_store(believing, NAMESPACE, EVEN, clock=clock) as store:
-        assert there(store) == list(range(40))
-        saved(clock, store, [key(100)])
-        clock.run_until(lambda: len(there(store)) in {18, 19})
-
-
-@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
 def test_what_is_being_used_survives_a_storm(config: StoreConfig, clock: SimulatedClock) -> None:
     """With several writers above the capacity, a reader loads only correct blocks."""
     limited = replace(config, posix_capacity_bytes=10 * FILE)

@@ -42,7 +42,7 @@ UNIT = 4096  #: what a file takes in the tally
 def patient(config: StoreConfig, clock: SimulatedClock) -> StoreConfig:
     """Room for 100 blocks; see the fixture of the same name in `test_chains`."""
     clock.advance(3600.0)
-    return replace(config, touch_seconds=TOUCH, lookup_cache_keys=0, posix_capacity_bytes=100 * UNIT)
+    return replace(config, touch_seconds=TOUCH, posix_capacity_bytes=100 * UNIT)
 
 
 def settle(clock: SimulatedClock) -> None:

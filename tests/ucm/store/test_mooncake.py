@@ -54,7 +54,7 @@ HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
 
 def config(address: str, rest: float = 0.5, **options: Any) -> StoreConfig:
     tiers = {"Mooncake": {"address": address, "timeout": LONG, "transfer_timeout": LONG, **options}}
-    return StoreConfig(pipeline="Mooncake", tiers=tiers, rest_seconds=rest, lookup_cache_keys=0, load_threads=1)
+    return StoreConfig(pipeline="Mooncake", tiers=tiers, rest_seconds=rest, load_threads=1)
 
 
 def name(block: BlockKey) -> str:

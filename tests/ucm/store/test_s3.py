@@ -63,7 +63,7 @@ def configure(s3_server: S3Server, tmp_path: Path) -> Callable[..., StoreConfig]
 
     def found(rest: float = REST, **others: Any) -> StoreConfig:
         options = s3_server.options(tmp_path / "secret", **{"timeout": LONG, "transfer_timeout": LONG, **others})
-        return StoreConfig(pipeline="S3", tiers={"S3": options}, rest_seconds=rest, lookup_cache_keys=0, load_threads=1)
+        return StoreConfig(pipeline="S3", tiers={"S3": options}, rest_seconds=rest, load_threads=1)
 
     return found
 

@@ -37,6 +37,9 @@ MOST_THREADS = 8
 _LOOKS_SECONDS = 0.02
 #: How many seconds pass before a lookup looks again for blocks that another engine still saves.
 AGAIN_SECONDS = 0.02
+#: For how many seconds the stores are not asked again for what they had and many requests use: S3 has no request for
+#: several names.
+STORED_SECONDS = 3.0
 #: How many seconds ``close`` waits for a medium.
 _CLOSE_SECONDS = 5.0
 
@@ -146,6 +149,8 @@ class Stager:
         self._probe: Lookup | None = None
         self._uses: deque[Use] = deque()
         self._used_keys = 0  # of the queued uses
+        self._stored: set[tuple[int, BlockKey]] = set()  # what all ranks had when they were asked last
+        self._stored_until = 0.0
         self._answering = False
         self._answers: deque[tuple[str, int, int]] = deque()
         self._failures: deque[str] = deque()
@@ -177,7 +182,7 @@ class Stager:
                     row_bytes,
                 )
             self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
-        self._stores = stores
+        self._stores, self._stored_until = stores, 0.0
         if self._slab is not None:
             self._keep_one_idle()
 
@@ -443,7 +448,7 @@ class Stager:
     def _find(self, lookup: Lookup) -> int:
         query, slab = lookup.query, self._slab
         present = [
-            self._with_computed(group, query, self._present(group, keys, query.computed // group.chunk_tokens))
+            self._with_computed(group, query, self._found(group, keys, query.computed // group.chunk_tokens))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
         ]
         lookup.awaits = bool(query.awaited) and self._published(query, present) < query.awaited
@@ -476,9 +481,14 @@ class Stager:
                     again = True
         return again
 
+    def _found(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
+        """Return which chunks are staged or, behind those, as ``_present`` says; a request to a medium costs more."""
+        staged = 0 if self._slab is None else self._slab.holds(group.index, keys)
+        return [True] * staged + self._present(group, keys[staged:], first + staged)
+
     def _present(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
         """Return which chunks of a group, from ``first`` on, all ranks have, or no hit needs."""
-        stores = self._stores[group.index]
+        stores = self._stores[group.index] if keys else ()
         if group.needs_all:
             count = len(keys)
             for store in stores:
@@ -645,11 +655,19 @@ class Stager:
         """Return the index of the first expected block that a rank lacks; None if there is none."""
         if not use.expected:
             return None
-        there = self._present(use.group, use.keys[use.expected.start : use.expected.stop], use.expected.start)
-        count = there.index(False) if False in there else len(there)
+        now = self._clock.monotonic()
+        if now >= self._stored_until or len(self._stored) > _MOST_STORED:
+            self._stored, self._stored_until = set(), now + STORED_SECONDS
+        group, keys = use.group.index, use.keys[use.expected.start : use.expected.stop]
+        known = next((place for place, key in enumerate(keys) if (group, key) not in self._stored), len(keys))
+        there = self._present(use.group, keys[known:], use.expected.start + known)
+        count = known + (there.index(False) if False in there else len(there))
+        self._stored.update((group, key) for key in keys[known:count])
         return use.expected.start + count if count < len(use.expected) else None
 
 
 #: The most keys of queued uses; beyond that, uses are dropped, with their leases. Thousands of requests may end in one
 #: step.
 _MOST_USED_KEYS = 1 << 20
+#: The most chunks that are known to be stored.
+_MOST_STORED = 1 << 16

@@ -40,7 +40,7 @@ def open_blocks(
     clock: SimulatedClock, directory: Path, part: int, group: int, geometry: BlockGeometry | None
 ) -> KVStore:
     """Return the store of one part of a group's blocks: a rank's, or a slice of heads."""
-    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
+    config = StoreConfig(directories=(str(directory),), rest_seconds=0, save_nice=0)
     return open_store(config, f"model/part{part}-g{group}", geometry, clock=clock)
 
 
