@@ -82,8 +82,7 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
         for one in found:
             stored = one.stored
             depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
-            # What several ranks store may differ from what the one that describes the engine would store; then a block's
-            # own header suffices to read it.
+            # Without the geometry, which may differ between ranks, a block's own header suffices to read it.
             geometry = stored.geometry_of_all
             for namespace in stored.ranks if depths else ():
                 top, *others = (

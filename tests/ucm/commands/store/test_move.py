@@ -100,8 +100,9 @@ def test_slices_of_heads_into_a_tier_that_compresses(
     answer = run("prefetch", "--json")
     assert answer.code == 0, answer.err
     assert answer.data["copied"] == 10
+    copied = StoreConfig(pipeline="Posix", directories=(root,), **compression)
     for namespace in slices:
-        with open_store(StoreConfig(pipeline="Posix", directories=(root,), **compression), namespace, GEOMETRY) as opened:
+        with open_store(copied, namespace, GEOMETRY) as opened:
             assert fetch(opened, keys(5), GEOMETRY) == ({block: content(block, GEOMETRY) for block in keys(5)}, {})
 
 
