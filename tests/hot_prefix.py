@@ -148,7 +148,6 @@ def ucm(asked: Sequence[Asked], capacity: int, *, touch_seconds: float = TOUCH_S
         directories=(directory,),
         posix_capacity_bytes=capacity * FILE,
         touch_seconds=touch_seconds,
-        lookup_cache_keys=0,
     )
     try:
         with ExitStack() as opened:

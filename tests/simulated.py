@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.testing.clock import SimulatedClock
+from tests.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

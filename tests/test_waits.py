@@ -32,7 +32,7 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "tests/ucm/store/test_cephfs.py": ({"polls", "sleeps", "waits natively"}, _SERVER),
     "tests/ucm/store/test_mooncake.py": ({"polls"}, _SERVER),
     "tests/ucm/store/test_redis.py": ({"polls", "sleeps", "waits natively"}, _SERVER),
-    "tests/ucm/test_clock.py": ({"sleeps", "waits natively"}, "tests the clocks against the library's threads"),
+    "tests/test_clock.py": ({"sleeps", "waits natively"}, "tests the clocks against the library's threads"),
     "ucm/commands/store/gc.py": ({"time.time"}, _AGE),
     "ucm/commands/store/ls.py": ({"time.time"}, _AGE),
     "ucm/commands/store/text.py": ({"time.time"}, _AGE),
@@ -160,7 +160,7 @@ def files() -> list[Path]:
         for path in (ROOT / "tests").rglob("*.py")
         if path.relative_to(ROOT / "tests").parts[0] not in {"e2e", "campaign", "fuzz.py"}
     ]
-    clocks = {ROOT / "ucm/clock.py", ROOT / "ucm/testing/clock.py"}
+    clocks = {ROOT / "ucm/clock.py", ROOT / "tests/clock.py"}
     return sorted({*tests, *(ROOT / "ucm").rglob("*.py")} - clocks)
 
 

@@ -217,7 +217,7 @@ def runs_of(selected: Sequence[bool], start: int) -> list[Run]:
 
 
 def gaps_and_edges(chunks: Sequence[Chunk], start: int, end: int, edge_tokens: int) -> list[bool]:
-    """Return, for each token of a stretch, whether it is computed regardless of its deviation.
+    """Return, for each token of a stretch, whether it is computed whatever the question reads.
 
     These are the tokens outside of chunks, and the first tokens of each chunk that is not at the start of the prompt.
     Two more tokens of each reused span are computed to check the others: one in its middle, and its last one.

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ucm import __version__
-from ucm.commands import sparse, try_stores
+from ucm.commands import try_stores
 from ucm.commands.store import command as store
 from ucm.doctor import command as doctor
 from ucm.errors import UcmError
@@ -28,7 +28,6 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     prove.add_parser(commands)
     store.add_parser(commands)
-    sparse.add_parser(commands)
     try_stores.add_parser(commands)
     return parser
 

@@ -1,9 +1,8 @@
 """Where time, and everything that waits for it, comes from: a parameter of whatever has threads or deadlines.
 
 Code that waits takes a `Clock` and uses its methods instead of the modules ``time``, ``threading`` and ``queue``. In an
-engine that is `SYSTEM`, whose methods return the standard library's own objects. Tests pass
-`ucm.testing.clock.SimulatedClock`, in which time passes only when nothing else can happen, so that no test waits and
-none depends on the speed of a machine.
+engine that is `SYSTEM`, whose methods return the standard library's own objects. Tests pass a simulated clock, in which
+time passes only when nothing else can happen, so that no test waits and none depends on the speed of a machine.
 """
 
 from __future__ import annotations

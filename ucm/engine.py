@@ -78,19 +78,17 @@ class WorkerFacts:
     def ucm_method(self) -> dict[str, Any]:
         """What the sparse method of this worker has counted: its ``figures``, and its own ``summary`` of them.
 
-        ``method`` is the name of its class; empty if none runs, as without an overlay. ``report`` is what a method that
-        measures has found; None of others.
+        ``method`` is the name of its class; empty if none runs, as without an overlay.
         """
         from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - workers of a run import it anyway
 
         worker: Any = self
         method: Any = worker_method(worker.vllm_config)
-        summary, report = optional(method, "summary"), optional(method, "report")
+        summary = optional(method, "summary")
         return {
             "method": type(method).__name__ if method else "",
             "figures": dict(method.figures()) if method else {},
             "summary": summary() if summary else "",
-            "report": report() if report else None,
         }
 
 

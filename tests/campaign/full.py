@@ -167,7 +167,7 @@ def _save_too_long(reporter: Reporter, scene: Scene, share: float) -> None:
     corpus = scene.corpus
     keys = [corpus.key(index) for index in range(corpus.count)]
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open_store(replace(scene.config, lookup_cache_keys=0), NAMESPACE, corpus.geometry) as store:
+    with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * corpus.geometry.nbytes), hard))
         result = store.save([corpus.transfer(index) for index in range(corpus.count)]).wait()
         figures.refused = len(result.failed)

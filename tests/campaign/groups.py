@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.campaign.scene import Stage
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
-    from ucm.testing.clock import SimulatedClock
 
 #: The prompts of a round, each of which loses or has damaged blocks of one group.
 PROMPTS = 17

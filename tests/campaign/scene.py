@@ -56,10 +56,9 @@ class Scene:
 
     def views(self) -> list[StoreConfig]:
         """The store as configured and, if it has several tiers, each of them alone."""
-        plain = replace(self.config, lookup_cache_keys=0)
-        if "|" not in plain.pipeline:
-            return [plain]
-        return [plain, replace(plain, pipeline="Posix"), replace(plain, pipeline="Dram")]
+        if "|" not in self.config.pipeline:
+            return [self.config]
+        return [self.config, *(replace(self.config, pipeline=tier) for tier in ("Posix", "Dram"))]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ucm.store.posix.scan import scan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

@@ -42,8 +42,8 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "another block": lambda path, other: path.write_bytes(other.read_bytes()),
     "gone": lambda path, _: path.unlink(),
 }
-#: The counted cause of some; the others count as corrupt.
-CAUSES = {"another block": "foreign", "gone": "missing"}
+#: The counted cause of some, None of what a lookup does not find; the others count as corrupt.
+CAUSES = {"another block": "foreign", "gone": None}
 
 
 def victim(name: str, blocks: int = 6) -> Request:

@@ -42,7 +42,7 @@ EVERY = [*PROMPTS, *CROWD, *DOOMED, NEVER]
 def connector(role: str, store: Mapping[str, Any], seconds: float = LONG) -> dict[str, Any]:
     from tests.e2e.prefix_engine import connector  # noqa: PLC0415 - needs the build's packages
 
-    arguments = connector({**store, "lookup_cache_seconds": 0}, "UCMConnector", staging_deadline=seconds)
+    arguments = connector(store, "UCMConnector", staging_deadline=seconds)
     arguments["kv_transfer_config"]["kv_role"] = role
     return arguments
 

@@ -45,9 +45,7 @@ FILES = (
     f"{SPARSE}/topk/test_block_topk.py",
     f"{SPARSE}/topk/test_codes.py",
     f"{SPARSE}/topk/test_drafts.py",
-    f"{SPARSE}/topk/test_mass.py",
-    f"{SPARSE}/topk/test_attention_share.py",
-    f"{SPARSE}/topk/test_representatives.py",
+    f"{SPARSE}/topk/test_ranking.py",
     f"{SPARSE}/topk/test_samples.py",
     f"{SPARSE}/topk/test_selection.py",
 )

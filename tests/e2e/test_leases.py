@@ -39,7 +39,7 @@ def test_a_retained_prefix_outlives_others(prefix_runs: PrefixRuns, tmp_path: Pa
     retained, plain, malformed = request(KEPT, **hint), request(KEPT), request(1)
     malformed["params"]["extra_args"] = {"kv_transfer_params": {"ucm_retain_seconds": "long"}}
     store = tmp_path / "store"
-    settings = {**posix(store), "posix_capacity": CAPACITY, "lookup_cache_seconds": 0, "touch_seconds": 1.0}
+    settings = {**posix(store), "posix_capacity": CAPACITY, "touch_seconds": 1.0}
     with PrefixEngine(prefix_runs.environments[False], tmp_path / "engine", connector(settings), IN_PROCESS) as engine:
         answers, names = [], list[set[str]]()
         for number, one in enumerate((retained, plain), 1):

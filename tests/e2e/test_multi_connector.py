@@ -41,7 +41,7 @@ def connectors(first: str, ours: Path, example: Path) -> dict[str, Any]:
     """Return arguments of ``LLM`` for both connectors; the first that finds a prompt loads it."""
     from tests.e2e.prefix_engine import MODULE, posix  # noqa: PLC0415 - needs the build's packages
 
-    settings = {"store": {**posix(ours), "lookup_cache_seconds": 0}, "save_decode_blocks": False}
+    settings = {"store": posix(ours), "save_decode_blocks": False}
     found: dict[str, dict[str, Any]] = {
         OURS: {"kv_connector_module_path": MODULE, "kv_connector_extra_config": settings},
         EXAMPLE: {"kv_connector_extra_config": {"shared_storage_path": str(example)}},

@@ -33,8 +33,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 #: The phases with the reference's answers; each prompt once.
 PHASES = ("boundary", "chunked", "document", "base")
-#: Lookups are not cached.
-STORE: dict[str, Any] = {"lookup_cache_seconds": 0}
 #: Seconds within which a healthy server answers on a busy machine.
 LONG = 60.0
 #: Seconds for which a failed server is not asked.
@@ -58,7 +56,7 @@ def start(runs: PrefixRuns, directory: Path, store: dict[str, Any], path: str = 
     from tests.e2e.prefix_engine import PrefixEngine, connector  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
-    arguments = connector({**store, **STORE}, **settings)
+    arguments = connector(store, **settings)
     return PrefixEngine(runs.environments[False], directory, arguments, {**IN_PROCESS, "PYTHONPATH": path})
 
 
@@ -129,7 +127,7 @@ def test_chunks_of_blocks(prefix_runs: PrefixRuns, known: list[Played], tmp_path
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - likewise
 
     root, size = tmp_path / "store", 3 * BLOCK
-    arguments = connector({**posix(root), **STORE}, kind, chunk_tokens=size - 1)
+    arguments = connector(posix(root), kind, chunk_tokens=size - 1)
     requests, tokens = requests_of(known), [tokens for phase in known for tokens in phase.tokens]
     with PrefixEngine(prefix_runs.environments[False], tmp_path / "cold", arguments, IN_PROCESS) as engine:
         check(engine, known, loaded=False)
@@ -166,7 +164,7 @@ def test_authenticated_blocks(prefix_runs: PrefixRuns, known: list[Played], tmp_
         wait_for_all(root, known)
     files = block_files(root)
     # The scheduler and the worker in processes of their own.
-    with PrefixEngine(prefix_runs.environments[False], tmp_path / "warm", connector({**store, **STORE})) as engine:
+    with PrefixEngine(prefix_runs.environments[False], tmp_path / "warm", connector(store)) as engine:
         check(engine, known, loaded=True)
     for path in files.values():
         forge(path)

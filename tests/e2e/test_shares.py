@@ -37,7 +37,6 @@ def test_a_steady_salt_keeps_its_blocks_beside_one_that_floods(
         **posix(store),
         "posix_capacity": CAPACITY,
         "share_seconds": share_seconds,
-        "lookup_cache_seconds": 0,
         "touch_seconds": 0.001,
     }
     with PrefixEngine(prefix_runs.environments[False], tmp_path / "engine", connector(settings), IN_PROCESS) as engine:

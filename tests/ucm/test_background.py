@@ -15,7 +15,7 @@ from ucm.clock import SYSTEM
 from ucm.store.health import Pool
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 #: Runs in a separate process, because CPU affinity cannot be undone. One thread is started before, as by a library.
 PROGRAM = """

@@ -9,7 +9,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
 from ucm.logger import LEVEL_VARIABLE
@@ -99,14 +99,9 @@ def _read_tokens(file: Path) -> list[int]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UcmError(f"cannot read the file with token ids: {error}", where=f"--tokens {file}") from error
-    if not is_tokens(found):
+    if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
         raise UcmError("the file is not a JSON list of token ids", where=f"--tokens {file}", fix="write [1, 2, 3]")
     return found
-
-
-def is_tokens(found: object) -> TypeGuard[list[int]]:
-    """Return whether a JSON value is a list of token ids that is not empty."""
-    return isinstance(found, list) and bool(found) and all(type(one) is int and one >= 0 for one in found)
 
 
 @cache

@@ -222,20 +222,18 @@ class BlendSettings(BaseModel):
 
     Attributes:
         select: Which tokens of a reused chunk are recomputed: its ``edges``, its edges and the passages that the
-            ``question`` attends to, those of largest ``deviation``, or ``none``.
+            ``question`` attends to, or ``none``.
         edge_tokens: With ``edges`` and ``question``, the number of tokens at the start of each chunk.
-        ratio: With ``question`` and ``deviation``, the share of the reused tokens to recompute, 0 to 1.
-        check_layer: With ``deviation``, the layer whose KV is compared.
+        ratio: With ``question``, the share of the reused tokens to recompute, 0 to 1.
         min_tokens: The minimum size of a chunk to store or look up, and of a blended hit.
         chunk_end_token_ids: Tokens that end a chunk, for requests that do not mark their chunks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    select: Literal["edges", "question", "deviation", "none"] = "edges"
+    select: Literal["edges", "question", "none"] = "edges"
     edge_tokens: int = Field(default=16, ge=0)
     ratio: float = Field(default=0.15, ge=0, le=1)
-    check_layer: int = Field(default=2, ge=0)
     min_tokens: int = Field(default=256, ge=1)
     chunk_end_token_ids: Annotated[tuple[int, ...], BeforeValidator(_numbers)] = ()
 

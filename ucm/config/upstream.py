@@ -281,7 +281,7 @@ def _store_key(out: Translation, within: Place, key: str, value: object) -> None
 
 
 def _blend(out: Translation, place: Place, value: dict[str, object]) -> None:
-    """Translate UCM's blending, which selects tokens by their deviation in one layer."""
+    """Translate UCM's blending; it selects tokens by their deviation in one layer, where ours asks the question."""
     place, options = place.inside(BLEND), value[BLEND]
     if len(value) > 1 or not isinstance(options, dict):
         out.refuse(
@@ -291,24 +291,24 @@ def _blend(out: Translation, place: Place, value: dict[str, object]) -> None:
             value,
         )
         return
-    out.put(("blend", "select"), "deviation", place, options)
+    out.put(("blend", "select"), "question", place, options)
     for key, written in options.items():
         at = place.inside(str(key))
         if key == "chunk_end_token_id":
             out.put(("blend", "chunk_end_token_ids"), written, at, written)
         elif key == "compute_meta":
-            _check_layer(out, at, written)
+            _ratio(out, at, written)
         else:
             out.problems.append(unknown(at, written, ("chunk_end_token_id", "compute_meta")))
 
 
-def _check_layer(out: Translation, place: Place, value: object) -> None:
+def _ratio(out: Translation, place: Place, value: object) -> None:
     items = list(value.items()) if isinstance(value, dict) else []
-    numbers = re.findall(r"\d+", str(items[0][0])) if len(items) == 1 else []
-    told = items[0][1] if numbers else None
+    told = items[0][1] if len(items) == 1 else None
     if not isinstance(told, dict) or set(told) != {"ratio"}:
         fix = "write {model.layers.1.self_attn.attn: {ratio: 0.2}}"
         out.refuse(place, "must be one layer with the ratio to compute after it", fix, value)
         return
-    out.put(("blend", "check_layer"), int(numbers[0]), place.inside(str(items[0][0])), value)
-    out.put(("blend", "ratio"), told["ratio"], place.inside(str(items[0][0]), "ratio"), told["ratio"])
+    layer = place.inside(str(items[0][0]))
+    out.without_effect(layer, "the question selects the tokens, not what a layer computes")
+    out.put(("blend", "ratio"), told["ratio"], layer.inside("ratio"), told["ratio"])

@@ -76,7 +76,6 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
     computed = {
         "edges": f"the first {blend.edge_tokens} tokens of each",
         "question": f"the first {blend.edge_tokens} tokens of each, and the {blend.ratio:.0%} that the question reads",
-        "deviation": f"{blend.ratio:.0%} of their tokens; start vLLM with --enforce-eager",
         "none": "only the tokens that the gate checks, which is for measurements",
     }[blend.select]
     ends = blend.chunk_end_token_ids

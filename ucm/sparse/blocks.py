@@ -41,7 +41,7 @@ import os
 import sys
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -61,7 +61,7 @@ from ucm.sparse.attention import QuerySplit
 from ucm.sparse.base import SparseMethod
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -441,12 +441,19 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
     """Releases blocks in ``before_allocation``, and has requests computed again that have lost blocks.
 
     Attributes:
+        tile: Tokens whose windows begin at the same block.
         releases: Set in ``scheduler_started``.
     """
 
     needed_hooks = NEEDED
     frees_blocks = True
+    tile: ClassVar[int] = TILE
     releases: Releases | None = None
+
+    @classmethod
+    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the size of a tile."""
+        return {**super().identity(options), "tile": cls.tile}
 
     def before_allocation(self, request: Any) -> bool:
         """Release blocks; if the request has lost blocks, make it the first one that vLLM preempts."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -69,7 +69,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         options: The method's own settings, as the operator wrote them.
 
     Attributes:
-        tile: Tokens whose windows begin at the same block.
         counts: ``steps`` in which blocks were left out, ``rows`` of these, ``blocks_skipped`` and ``blocks_held`` of
             these rows, the ones that are skipped among them, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.
 
@@ -80,7 +79,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     options_type = SinkWindowOptions
     serves_drafts = True
-    tile: ClassVar[int] = TILE
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -96,11 +94,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self._block_size = 0
         #: Of each metadata object of the step, the object (so that its id stays its own) and what replaces it.
         self._replaced: dict[int, tuple[Any, Any]] = {}
-
-    @classmethod
-    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the size of a tile."""
-        return {**super().identity(options), "tile": cls.tile}
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:

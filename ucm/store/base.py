@@ -261,8 +261,8 @@ class KVStore(ABC):
         Args:
             depths: As for ``renew``.
             until: When the lease ends, in seconds since the epoch.
-            pinned: Do not evict the blocks at all until then, where a tier can do this. Pinned blocks beyond half of
-                the capacity are only retained.
+            pinned: Do not evict the blocks at all until then, where a tier can do this. Of pinned blocks beyond half of
+                the capacity, some are only retained: of the salt that has pinned the most, those whose pins end first.
         """
         del depths, until, pinned
 

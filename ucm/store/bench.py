@@ -397,9 +397,5 @@ def set_aside(path: Path, into: Path) -> None:
 
 
 def for_bench(config: StoreConfig) -> StoreConfig:
-    """Return a configuration without eviction, queue limits or lowered priority, to measure transfers only.
-
-    What was deleted on a server is saved again, so nothing is remembered of it.
-    """
-    found = replace(config, posix_capacity_bytes=None, save_queue_bytes=1 << 62, save_nice=0)
-    return replace(found, lookup_cache_keys=0) if any(map(is_on_servers, config.parts)) else found
+    """Return a configuration without eviction, queue limits or lowered priority, to measure transfers only."""
+    return replace(config, posix_capacity_bytes=None, save_queue_bytes=1 << 62, save_nice=0)

@@ -100,8 +100,6 @@ class StoreConfig:
         write_behind_bytes: Bytes that may wait to be written to each lower tier; further blocks are dropped and
             counted.
         stuck_seconds: Seconds in one call after which a thread counts as stuck.
-        lookup_cache_keys: The most keys that a lookup remembers as present.
-        lookup_cache_seconds: How long a key is remembered at least; at most twice as long.
         failures_until_rest: The number of consecutive failures after which a directory or a tier rests; one timeout is
             enough.
         rest_seconds: The length of a rest; the next call after it tries the medium.
@@ -135,8 +133,6 @@ class StoreConfig:
     save_queue_bytes: Annotated[int, AtLeastOne] = 2 * GIB
     write_behind_bytes: Annotated[int, AtLeastOne] = 2 * GIB
     stuck_seconds: Annotated[float, Positive] = 10.0
-    lookup_cache_keys: Annotated[int, NotNegative] = 65536
-    lookup_cache_seconds: Annotated[float, NotNegative] = 3.0
     failures_until_rest: Annotated[int, AtLeastOne] = 3
     rest_seconds: Annotated[float, NotNegative] = 30.0
     quarantine_keep: Annotated[int, NotNegative] = 16

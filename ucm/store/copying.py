@@ -61,7 +61,7 @@ class Promoter:
                 return
             self._waiting.add(key)
         with suppress(ValueError):  # closed meanwhile
-            source.save_later(key, partial(self._fetch, source, key, depth), partial(self._forget, key))
+            source.save_later([(key, partial(self._fetch, source, key, depth), partial(self._forget, key))])
 
     def keep(self, source: Guard, block: BlockTransfer) -> None:
         """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
@@ -82,11 +82,8 @@ class Promoter:
             return
         gather(block.slices, content[codec.nbytes :])
         with suppress(ValueError):  # closed meanwhile
-            self._first.save_later(
-                block.key,
-                partial(self._write_loaded, codec, block.key, block.depth, content),
-                partial(self._forget, block.key, codec.file_nbytes),
-            )
+            write = partial(self._write_loaded, codec, block.key, block.depth, content)
+            self._first.save_later([(block.key, write, partial(self._forget, block.key, codec.file_nbytes))])
 
     def close(self) -> None:
         """Skip queued copies."""
@@ -103,7 +100,7 @@ class Promoter:
             self._forget(key)
             return
         with suppress(ValueError):  # closed meanwhile
-            self._first.save_later(key, partial(self._write, key, content, depth), partial(self._forget, key))
+            self._first.save_later([(key, partial(self._write, key, content, depth), partial(self._forget, key))])
 
     def _write_loaded(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
         content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))

@@ -130,21 +130,15 @@ class Guard:
             stuck = self.stuck()
             self._loads[lane].submit([RefusableJob(partial(run, part), partial(refuse, part, stuck)) for part in parts])
 
-    def save_later(self, key: BlockKey, run: Job, refuse: Job | None = None) -> None:
-        """Process a block on a write thread.
+    def save_later(self, jobs: Sequence[tuple[BlockKey, Job, Job]]) -> None:
+        """Process blocks on the write threads.
 
         Args:
-            key: The block.
-            run: The job.
-            refuse: The job to run instead if ``run`` would wait for stuck threads; None: let it wait.
+            jobs: For each block, its key, the job, and the job to run instead if it would wait for stuck threads.
         """
-        self.save_all_later([(key, run if refuse is None else RefusableJob(run, refuse))])
-
-    def save_all_later(self, jobs: Sequence[tuple[BlockKey, Job]]) -> None:
-        """Process blocks on the write threads, each by its job."""
         by_lane: dict[int, list[Job]] = defaultdict(list)
-        for key, job in jobs:
-            by_lane[self.tier.lane(key)].append(job)
+        for key, run, refuse in jobs:
+            by_lane[self.tier.lane(key)].append(RefusableJob(run, refuse))
         for lane, of_lane in by_lane.items():
             self._saves[lane].submit(of_lane)
 

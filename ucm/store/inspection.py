@@ -42,7 +42,7 @@ from ucm.store.posix.layout import (
     namespaces,
 )
 from ucm.store.posix.leases import LeaseRules
-from ucm.store.posix.paths import list_directory, names_in, read_file
+from ucm.store.posix.paths import list_directory, read_file
 from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
@@ -171,7 +171,6 @@ class NamespaceStock:
     blocks: int = 0
     nbytes: int = 0
     leased_nbytes: int = 0  #: of retained and pinned blocks
-    pinned_nbytes: int = 0
     oldest: float | None = None  #: the time of the least recent use
     newest: float | None = None
     temporaries: int = 0  #: blocks being written
@@ -179,7 +178,13 @@ class NamespaceStock:
     quarantined: int = 0  #: damaged blocks in quarantine
     side_nbytes: int = 0  #: of temporaries and damaged blocks
     plain_nbytes: int | None = None  #: of the blocks without compression; None if unknown
-    by_salt: dict[str, list[int]] = field(default_factory=dict)  #: blocks and bytes, by the digits of the salt's tag
+    #: Blocks, bytes, and pinned bytes, by the digits of the salt's tag.
+    by_salt: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """The bytes of pinned blocks."""
+        return sum(pinned for _, _, pinned in self.by_salt.values())
 
 
 def side_files(directory: str) -> list[SideFile]:
@@ -265,13 +270,13 @@ def take_stock(
                 size = read_header(block.path).file_nbytes
         stock.blocks += 1
         stock.nbytes += block.nbytes
-        of_salt = stock.by_salt.setdefault(tag_digits(block.key), [0, 0])
+        of_salt = stock.by_salt.setdefault(tag_digits(block.key), [0, 0, 0])
         of_salt[0] += 1
         of_salt[1] += block.nbytes
         if rules.rank(block.used_ns, now) > span_ends:
             stock.leased_nbytes += block.nbytes
         if rules.is_pinned(block.used_ns, now):
-            stock.pinned_nbytes += block.nbytes
+            of_salt[2] += block.nbytes
         stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
         stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
         step()
@@ -296,6 +301,6 @@ def unmarked(root: str) -> list[str]:
             layout = Layout(root, check_namespace(name.replace("+", "/")))
             if layout.base in known or not stat.S_ISDIR(status.st_mode):
                 continue
-            if buckets(layout) and TEMPORARY in names_in(layout.base):
+            if buckets(layout) and TEMPORARY in dict(list_directory(layout.base)):
                 found.append(layout.base)
     return found

@@ -11,7 +11,6 @@ from ucm.store.base import BlockMissingError, KVStore, StoreError, TransferTask,
 from ucm.store.copying import CLOSE_SECONDS, Promoter, WriteBehind
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, known_codec
 from ucm.store.guard import Guard, Throttle, unexpected
-from ucm.store.health import RefusableJob
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,11 +159,8 @@ class TieredStore(KVStore):
         for block in blocks[accepted:]:
             first.counters.failed("save", full := too_far_behind(self._queue_limit))
             task.failed(block.key, full)
-        first.save_all_later(
-            [
-                (block.key, RefusableJob(partial(self._save, task, block), partial(refuse, block.key)))
-                for block in blocks[:accepted]
-            ]
+        first.save_later(
+            [(block.key, partial(self._save, task, block), partial(refuse, block.key)) for block in blocks[:accepted]]
         )
         return task
 

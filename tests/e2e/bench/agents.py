@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 RELEASE = "0.32.0"
 ORDERS = ("LRU", "5 min", TOLD)
 SCALE = Scale(block=32, system=128, last=640, turns=6, spreads=(0.4, 0.6), others=(64, 480), every=15.0)
-SESSIONS, SEED = 20, 22
+#: Each seed is another trace, which all orders replay in turn.
+SESSIONS, SEEDS = 20, (21, 22)
 SHARE = 1 / 4
 #: How much faster time passes than in the trace.
 SPEED = 16.0
@@ -75,6 +76,7 @@ class Served:
         first: Seconds to the first tokens of requests whose session had waited, by what for.
         answers: The first tokens.
         calls: Seconds of each call of ``ucm store serve``.
+        refused: How many pins were refused, because more than half of the capacity would be pinned.
         late: How many seconds the latest request was sent too late.
         seconds: From the first request to the last answer.
     """
@@ -84,6 +86,7 @@ class Served:
     first: dict[str, list[float]] = field(default_factory=lambda: {TOOL: [], PERSON: []})
     answers: list[list[int]] = field(default_factory=list)
     calls: list[float] = field(default_factory=list)
+    refused: int = 0
     late: float = 0.0
     seconds: float = 0.0
 
@@ -109,7 +112,7 @@ class Replay:
         post: Sends a prompt to an action of ``ucm store serve``.
     """
 
-    def __init__(self, engine: PrefixEngine, order: str, post: Callable[..., Any]) -> None:
+    def __init__(self, engine: PrefixEngine, order: str, post: Callable[..., httpx2.Response]) -> None:
         self._engine, self._order, self._post = engine, order, post
         self._waited: dict[int, str] = {}
         self.served = Served()
@@ -155,8 +158,12 @@ class Replay:
 
     def _tell(self, action: str, about: list[int], **more: float) -> None:
         begin = time.perf_counter()
-        self._post(action, tokens=about, **more)
+        answer = self._post(action, tokens=about, **more)
         self.served.calls.append(time.perf_counter() - begin)
+        if action == "pin" and answer.status_code == httpx2.codes.BAD_REQUEST:
+            self.served.refused += 1
+        else:
+            answer.raise_for_status()
 
 
 def replay(environment: Environment, model: Path, order: str, turns: Sequence[Turn], directory: Path) -> Served:
@@ -185,7 +192,7 @@ def replay(environment: Environment, model: Path, order: str, turns: Sequence[Tu
 @contextmanager
 def _steering(
     environment: Environment, directory: Path, store: dict[str, Any], shape: dict[str, Any]
-) -> Iterator[Callable[..., Any]]:
+) -> Iterator[Callable[..., httpx2.Response]]:
     """Run ``ucm store serve`` beside the engine, and yield what calls it."""
     config, path = directory / "ucm.yaml", directory / "store.sock"
     config.write_text(json.dumps({"store": store}), encoding="utf-8")
@@ -201,27 +208,30 @@ def _steering(
         if server.stdout is None or not server.stdout.readline():
             raise RuntimeError("ucm store serve has ended")
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), timeout=60.0) as client:
-            yield lambda action, **body: client.post(f"http://ucm/v1/{action}", json=body).raise_for_status().json()
+            yield lambda action, **body: client.post(f"http://ucm/v1/{action}", json=body)
     finally:
         server.terminate()
         server.communicate()
 
 
-def figures(release: str, orders: Sequence[str] = ORDERS) -> Iterator[Figure]:
-    """Replay the trace once for each order, print the table, and compare ours with no hints."""
-    turns = trace(SESSIONS, seed=SEED, scale=SCALE)
+def figures(release: str, orders: Sequence[str] = ORDERS, seeds: Sequence[int] = SEEDS) -> Iterator[Figure]:
+    """Replay traces, each once for every order, print their tables, and compare ours with no hints."""
     environment = with_runtime(release, BUILD / "bench" / f"vllm-{release}-agents")
-    found: dict[str, Served] = {}
-    for order in orders:
-        found[order] = replay(environment, real_model(), order, turns, BUILD / "bench" / "agents" / order)
-        kept = BUILD / "bench" / f"agents-{order.replace(' ', '-')}.json"
-        kept.write_text(json.dumps(asdict(found[order]), indent=1), encoding="utf-8")
-        print(f"{order}: {found[order].seconds:.0f} s, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    show(turns, found)
-    without = found.get(ORDERS[0])
-    for order, of in found.items():
-        if without is not None and of is not without:
-            yield Figure(f"agents: tokens computed again, {order} to LRU", of.again / without.again, "", None)
+    for seed in seeds:
+        turns, found = trace(SESSIONS, seed=seed, scale=SCALE), dict[str, Served]()
+        for order in orders:
+            name = f"agents-{order.replace(' ', '-')}-{seed}"
+            found[order] = replay(environment, real_model(), order, turns, BUILD / "bench" / name)
+            kept = BUILD / "bench" / f"{name}.json"
+            kept.write_text(json.dumps(asdict(found[order]), indent=1), encoding="utf-8")
+            print(f"{name}: {found[order].seconds:.0f} s, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+        print(f"seed {seed}")
+        show(turns, found)
+        without = found.get(ORDERS[0])
+        for order, of in found.items():
+            if without is not None and of is not without:
+                ratio = of.again / without.again
+                yield Figure(f"agents: tokens computed again, {order} to LRU, seed {seed}", ratio, "", None)
 
 
 def show(turns: Sequence[Turn], found: dict[str, Served]) -> None:
@@ -240,6 +250,7 @@ def show(turns: Sequence[Turn], found: dict[str, Served]) -> None:
     for order, of in found.items():
         simulated = computed_again(turns, int(SHARE * most), order, SCALE)
         calls = f"{len(of.calls)}: {1e3 * statistics.median(of.calls):.0f} ms" if of.calls else ""
+        calls += f", {of.refused} refused" if of.refused else ""
         other = sum(one != another for one, another in zip(of.answers, answers, strict=True))
         table.add_row(
             order, f"{of.again:,}", f"{simulated:,}", f"{of.computed:,}", *map(_percentiles, of.first.values()),
@@ -259,10 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench.agents", description=__doc__)
     parser.add_argument("--release", default=RELEASE)
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     options = parser.parse_args(arguments)
     # A bench that is stopped ends its engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    for figure in figures(options.release, options.orders):
+    for figure in figures(options.release, options.orders, options.seeds):
         print(f"{figure.name}: {figure.value:.3f}")
     return 0
 

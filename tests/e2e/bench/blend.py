@@ -45,7 +45,7 @@ ROUNDS = 3
 CLOCK, PROCESSOR = "to the first token", "of processors"
 QUESTION = 64
 #: The settings that are timed; each is printed beside its accuracy.
-TIMED = (NAIVE, "edges 16", "question 15%", "deviation 5%", "deviation 15%")
+TIMED = (NAIVE, "edges 16", "question 15%")
 #: The goals: how much faster than full computation, and how much slower than an exact hit plus the computed share.
 FASTER, SLOWER = 3.0, 1.5
 #: The goal for the best setting: this share of full computation's answers.
@@ -67,8 +67,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 17_408,
     "torch_dtype": "bfloat16",
 }
-#: Choosing by deviation computes two layers for all tokens: a share that depends on the depth. So there is a model as
-#: deep as those of 7 to 8 billion parameters, with about as many weights in all as the other.
+#: One is as deep as those of 7 to 8 billion parameters, with about as many weights in all as the other.
 MODELS = {
     "8 layers of 512": LLAMA,
     "32 layers of 256": {
@@ -114,11 +113,11 @@ class Times:
     blended: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in TIMED})
     share: dict[str, float] = field(default_factory=dict)
 
-    def found(self, way: str, choosing: float) -> Found:
-        """Return the medians of a setting that computes a share of a whole forward pass to choose tokens."""
+    def found(self, way: str) -> Found:
+        """Return the medians of a setting."""
         whole, exact, blended = (statistics.median(of) for of in (self.computed, self.exact, self.blended[way]))
         allowed = exact + self.share[way] * whole
-        return Found(blended, allowed + choosing * whole, whole / blended, blended / allowed)
+        return Found(blended, allowed, whole / blended, blended / allowed)
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,13 @@ class Found:
 
     Attributes:
         seconds: To the first token.
-        predicted: The same, as the sum of an exact hit and the share of a full computation.
+        allowed: The same, as the sum of an exact hit and the share of a full computation.
         faster: Times as fast as a full computation.
         slower: Times as slow as an exact hit plus the share that went through all layers.
     """
 
     seconds: float
-    predicted: float
+    allowed: float
     faster: float
     slower: float
 
@@ -144,7 +143,7 @@ def figures(release: str) -> Iterator[Figure]:
     yield from _real(environment)
     kept = _quality(environment)
     for way, share in kept.items():
-        goal = 1 - KEPT if way == "deviation 15%" else None
+        goal = 1 - KEPT if way == "question 15%" else None
         yield Figure(f"answers lost by {way}, worst of {CHUNKS} chunks", 1 - share, "", goal)
     for name, config in MODELS.items():
         yield from _times(environment, name, config, kept)
@@ -203,9 +202,7 @@ def _times(
     blending = {**common, **connector(root / "store", min_tokens=BLOCK, select="question")}
     exact = {**common, **prefix_connector(posix(root / "store"), "UCMConnector")}
     plain = Table("tokens", "chunks", "seconds", "computing", "prefix cache", "exact hit", title=name)
-    blended = Table(
-        "tokens", "setting", "seconds", "measured", "predicted", "computed", "x faster", "x allowed", "right"
-    )
+    blended = Table("tokens", "setting", "seconds", "measured", "allowed", "computed", "x faster", "x allowed", "right")
     times = {}
     with (
         PrefixEngine(environment, root / "blending", blending, IN_PROCESS) as engine,
@@ -219,12 +216,11 @@ def _times(
                 medians = (f"{statistics.median(seconds):.2f}" for seconds in (of.computed, of.miss, of.exact))
                 plain.add_row(str(length), str(chunks), kind, *medians)
                 for way in TIMED:
-                    choosing = _choosing(config, length, chunks, (WAYS[way] or {}).get("check_layer"))
-                    found = of.found(way, choosing)
-                    both = f"{found.seconds:.2f}", f"{found.predicted:.2f}"
+                    found = of.found(way)
+                    both = f"{found.seconds:.2f}", f"{found.allowed:.2f}"
                     ratios = f"{found.faster:.1f}", f"{found.slower:.2f}"
                     blended.add_row(str(length), way, kind, *both, f"{of.share[way]:.1%}", *ratios, f"{kept[way]:.0%}")
-                    goals = (1 / FASTER, SLOWER) if way == "deviation 15%" else (None, None)
+                    goals = (1 / FASTER, SLOWER) if way == "question 15%" else (None, None)
                     about = f"{kind}, {name}, {length} tokens, {way}"
                     yield Figure(f"blended / computing, {about}", 1 / found.faster, "", goals[0])
                     yield Figure(f"blended / (exact hit + computed share), {about}", found.slower, "", goals[1])
@@ -233,27 +229,6 @@ def _times(
             (root / "times.json").write_text(json.dumps(kept_times), encoding="utf-8")
     for table in (plain, blended):
         Console(width=120).print(table)
-
-
-def _choosing(config: Mapping[str, Any], length: int, chunks: int, check_layer: int | None) -> float:
-    """Return the share of a full forward pass, in multiplications, that choosing tokens by their deviation takes.
-
-    All tokens behind the first chunk go through the layers before the check layer, and through its projections.
-    """
-    if check_layer is None:
-        return 0.0
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = (config[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
-    projections = hidden * (queries + 2 * keys)
-    linear = projections + queries * hidden + 3 * hidden * config["intermediate_size"]
-    first = length // chunks
-
-    def layer(begin: int) -> float:  # scores and sums of values, each of half of the keys on average
-        return float((length - begin) * linear + queries * (length**2 - begin**2))
-
-    return float(
-        (check_layer * layer(first) + (length - first) * projections) / (config["num_hidden_layers"] * layer(0))
-    )
 
 
 def _measure(engine: PrefixEngine, beside: PrefixEngine, length: int, chunks: int) -> dict[str, Times]:

@@ -2,35 +2,44 @@
 
 An engine saves the KV of a prompt of real text, in blocks of 128 tokens, and their bytes are compressed here, by one
 thread, whose processor time counts. Then 64 MiB of the same blocks are loaded from a medium of a given speed: a client
-of a tier on servers that keeps values in memory and lets each caller wait for as long as the medium would take, one
-value after the other.
+of a tier on servers that keeps values in memory and lets each caller wait; see `inside/throttled.py`.
+
+Last, engines in bfloat16 answer a prompt of the same length from such a medium, one that stores blocks as they are and
+one that compresses them, in turns: seconds to the first token, beside those of prompts that are computed.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+import statistics
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import zstandard
 from rich.console import Console
 from rich.table import Table
 
-from tests.e2e.bench.figure import Figure, alternate
-from tests.e2e.bench.real import workload
+from tests.e2e.bench.figure import Figure, alternate, median_ratio
+from tests.e2e.bench.real import TOKEN_BYTES, workload
 from tests.e2e.environment import with_runtime
+from tests.e2e.inside.throttled import ThrottledClient
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
 from tests.e2e.prefix_workload import request
 from tests.e2e.processes import IN_PROCESS, INSIDE
 from transforms.place import BUILD
-from ucm.clock import SYSTEM
-from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError, StoreError
+from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.compression import FRAME, pack, unpack
 from ucm.store.config import StoreConfig
 from ucm.store.format import HeaderCodec, checksum, decode, header_nbytes
-from ucm.store.remote.tiers import Client, RedisOptions, RedisTier
+from ucm.store.remote.tiers import RedisOptions, RedisTier
 from ucm.store.tier import TierPlace
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import Memory, key
@@ -38,8 +47,7 @@ from ucm.testing.blocks import Memory, key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucm.store.base import Buffer
-    from ucm.store.remote.tiers import Part
+    from tests.e2e.bench.ttft_model import Workload
 
 RELEASE = "0.32.0"
 LENGTH, BLOCK = 2048, 128
@@ -49,6 +57,9 @@ SPEEDS = (0.1e9, 0.3e9, 1e9, 3e9)
 #: Bytes that are loaded.
 LOADED = 64 << 20
 ROUNDS = 9
+#: How many prompts take turns, so that no block of the next one is still in the engine's memory.
+PROMPTS = 3
+_THROTTLED = "throttled:ThrottledTier"
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,79 @@ def figures(release: str) -> Iterator[Figure]:
         for speed, (plain, compressed) in zip(speeds, bests, strict=True):
             yield Figure(f"compression of {dtype}: load at {speed}, to plain blocks", compressed / plain, "", None)
     Console().print(pure, loads)
+    yield from first_tokens(release)
+
+
+def first_tokens(release: str) -> Iterator[Figure]:
+    """Measure first tokens in bfloat16 from media of each speed, and print the table."""
+    speeds = [f"{speed / 1e9:g} GB/s" for speed in SPEEDS]
+    table = Table("blocks", *speeds, "computed", title=f"median seconds to the first token of {LENGTH:,} in bfloat16")
+    directory = BUILD / "bench" / "compression"
+    shutil.rmtree(directory, ignore_errors=True)
+    (packages := directory / "packages").mkdir(parents=True)
+    origin = Path(zstandard.__path__[0])  # no environment of vLLM has it
+    (packages / origin.name).symlink_to(origin)
+    work, speed = workload(release, PROMPTS, (LENGTH,), BLOCK), directory / "speed"
+    prompts = [work.prompt(LENGTH, str(number)) for number in range(PROMPTS)]
+    speed.write_text(str(SPEEDS[-1]), encoding="ascii")
+    try:
+        with ExitStack() as stack:
+            engines = []
+            for compression in ("none", "lossless"):
+                options = {"speed": str(speed), "compression": compression, "transfer_timeout": 600.0}
+                store = {"pipeline": _THROTTLED, "tiers": {_THROTTLED: options}}
+                one = _engine(release, work, "bfloat16", directory / compression, store, packages)
+                engines.append(stack.enter_context(one))
+            computed = zip(*([_first(one, prompt) for one in engines] for prompt in prompts), strict=True)
+            turns = [itertools.cycle(prompts) for _ in engines]
+            found: list[list[list[float]]] = []
+            for medium in SPEEDS:
+                speed.write_text(str(medium), encoding="ascii")
+                sides = [partial(_loaded, one, turn, medium) for one, turn in zip(engines, turns, strict=True)]
+                found.append(alternate(sides, ROUNDS))
+            for name, side, of_computed in zip(("plain", "compressed"), (0, 1), computed, strict=True):
+                columns = [*(of_both[side] for of_both in found), list(of_computed)]
+                table.add_row(name, *(f"{statistics.median(one):.3f} ({min(one):.3f})" for one in columns))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    Console(width=150).print(table, f"the best in brackets; load {os.getloadavg()[0]:.1f}")
+    for medium, (plain, compressed) in zip(SPEEDS, found, strict=True):
+        ratio = median_ratio(plain, compressed)
+        yield Figure(f"compression of bfloat16: first token at {medium}, to plain blocks", ratio, "", None)
+
+
+def _engine(
+    release: str, work: Workload, dtype: str, directory: Path, store: dict[str, Any], packages: Path | None = None
+) -> PrefixEngine:
+    """Return an engine of one process that stores blocks, and stages little more than those of one prompt."""
+    staging = (LENGTH + BLOCK) * TOKEN_BYTES * DTYPES[dtype] // DTYPES["float32"]
+    settings = connector(store, staging=staging)
+    arguments = {**work.engine, "dtype": dtype, "max_num_batched_tokens": 512, **settings}
+    path = os.pathsep.join(str(one) for one in (INSIDE, packages) if one is not None)
+    return PrefixEngine(with_runtime(release), directory / "engine", arguments, {**IN_PROCESS, "PYTHONPATH": path})
+
+
+def _loaded(engine: PrefixEngine, prompts: Iterator[list[int]], speed: float) -> float:
+    """Return the seconds to the first token of the next prompt, whose blocks come from a medium.
+
+    Raises:
+        ValueError: They came from elsewhere, as the medium would have taken longer.
+    """
+    took = _first(engine, next(prompts), LENGTH)
+    if took < LENGTH * TOKEN_BYTES / 2 / 2 / speed:  # in bfloat16, and not even half of it if compressed
+        raise ValueError(f"the first token came after {took:.3f} s from a medium of {speed:g} bytes per second")
+    return took
+
+
+def _first(engine: PrefixEngine, prompt: list[int], cached: int = 0) -> float:
+    """Return the seconds to the first token of a prompt of which so many tokens are loaded."""
+    if not engine.reset():
+        raise RuntimeError("the engine's prefix cache cannot be emptied: blocks are still held")
+    (answer,) = engine.generate([request(prompt, 1)])
+    if answer.cached != cached or answer.first_s is None:
+        raise ValueError(f"the engine had {answer.cached} tokens of {len(prompt)}")
+    engine.settle()  # its blocks are visible, and nothing is saved while others are timed
+    return answer.first_s
 
 
 def taken(release: str, dtype: str, element_size: int) -> Stock:
@@ -94,11 +178,8 @@ def taken(release: str, dtype: str, element_size: int) -> Stock:
     directory = BUILD / "bench" / "compression"
     shutil.rmtree(directory, ignore_errors=True)
     work = workload(release, 1, (LENGTH,), BLOCK)
-    engine = {**work.engine, "dtype": dtype, "max_num_batched_tokens": 512, **connector(posix(directory / "store"))}
     try:
-        with PrefixEngine(
-            with_runtime(release), directory / "engine", engine, {**IN_PROCESS, "PYTHONPATH": str(INSIDE)}
-        ) as running:
+        with _engine(release, work, dtype, directory, posix(directory / "store")) as running:
             running.generate([request(work.prompt(LENGTH, "0"), 1)])
         files = [path.read_bytes() for path in sorted((directory / "store").rglob("*")) if path.stat().st_size > FRAME]
     finally:
@@ -161,69 +242,6 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.thread_time() - began
 
 
-class ThrottledClient(Client):
-    """Keeps values in memory and returns them at the speed of a medium.
-
-    Args:
-        speed: Its bytes per second.
-    """
-
-    def __init__(self, speed: float) -> None:
-        self._speed = speed
-        self._values: dict[str, bytes] = {}
-        self._lock = SYSTEM.lock()
-        self._free = 0.0  # when the medium has sent what was asked for before
-
-    def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
-        """Return whether there are values."""
-        del deadline
-        return [name in self._values for name in names]
-
-    def read(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
-    ) -> list[list[int] | StoreError]:
-        """Copy whole values into place, when the medium has sent them."""
-        del nbytes, deadline
-        found: list[list[int] | StoreError] = []
-        for name, ((part,)) in zip(names, parts, strict=True):
-            value, at = self._sent(name), 0
-            for view in part.memory:
-                view.cast("B")[:] = value[at : at + view.nbytes]
-                at += view.nbytes
-            found.append([at])
-        return found
-
-    def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
-        """Return values, when the medium has sent them."""
-        del nbytes, deadline
-        return [self._sent(name) if name in self._values else BlockMissingError("no value") for name in names]
-
-    def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Keep a value."""
-        del deadline
-        self._values[name] = b"".join(buffers)
-
-    def remove(self, name: str, deadline: float) -> None:
-        """Drop a value."""
-        del deadline
-        self._values.pop(name, None)
-
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield names and lengths."""
-        return ((name, len(value)) for name, value in self._values.items() if name.startswith(prefix))
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def _sent(self, name: str) -> Buffer:
-        value = self._values[name]
-        with self._lock:
-            self._free = max(self._free, SYSTEM.monotonic()) + len(value) / self._speed
-            until = self._free
-        SYSTEM.sleep(max(0.0, until - SYSTEM.monotonic()))
-        return memoryview(value)
-
-
 def loading(stock: Stock, speed: float) -> tuple[float, float]:
     """Return the seconds to load `LOADED` bytes from a medium, plain and compressed."""
     count = -(-LOADED // stock.geometry.nbytes)
@@ -249,7 +267,7 @@ def _store(stock: Stock, keys: Sequence[BlockKey], speed: float, compression: st
     config, codec = StoreConfig(pipeline="Redis", save_nice=0), HeaderCodec("bench", stock.geometry)
     place = TierPlace("Redis", "bench", stock.geometry, codec, config)
     options = RedisOptions.model_validate({"compression": compression, "transfer_timeout": 600.0})
-    store = TieredStore([RedisTier(options, place, ThrottledClient(speed))], codec, config)
+    store = TieredStore([RedisTier(options, place, ThrottledClient(lambda: speed))], codec, config)
     memories = [Memory(one, stock.geometry, bytes(stock.bodies[n % len(stock.bodies)])) for n, one in enumerate(keys)]
     if store.save([memory.transfer() for memory in memories]).wait().failed:
         raise ValueError("blocks were not saved")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
 
+import httpx2
 import pytest
 
 from tests.e2e.bench.agents import SCALE, Replay, prompt
@@ -25,10 +26,17 @@ TURNS = [
 ]
 
 
-def replayed(cached: Callable[[Turn], int], order: str = "LRU") -> tuple[Replay, list[tuple[str, Any]], Any]:
+def replayed(
+    cached: Callable[[Turn], int], order: str = "LRU", code: int = 200
+) -> tuple[Replay, list[tuple[str, Any]], Any]:
     engine, told, left = create_autospec(PrefixEngine, instance=True), list[tuple[str, Any]](), iter(TURNS)
     engine.generate.side_effect = lambda _: [Answer([1], cached(next(left)), 0.5, "length")]
-    replay = Replay(engine, order, lambda action, **body: told.append((action, body)))
+
+    def post(action: str, **body: Any) -> httpx2.Response:
+        told.append((action, body))
+        return httpx2.Response(code if action == "pin" else 200, request=httpx2.Request("POST", "http://ucm"))
+
+    replay = Replay(engine, order, post)
     replay.run(TURNS)
     return replay, told, engine
 
@@ -68,3 +76,10 @@ def test_who_tells_retains_pins_and_drops() -> None:
     assert (
         hints[0]["kv_transfer_params"]["ucm_retain_seconds"] == 3 * hints[2]["kv_transfer_params"]["ucm_retain_seconds"]
     )
+
+
+@pytest.mark.parametrize(("code", "refused"), [(200, 0), (400, 1)])
+def test_a_refused_pin_is_counted(code: int, refused: int) -> None:
+    assert replayed(lambda _: 0, "told", code)[0].served.refused == refused
+    with pytest.raises(httpx2.HTTPStatusError):
+        replayed(lambda _: 0, "told", 503)

@@ -30,10 +30,6 @@ WAYS: dict[str, dict[str, Any] | None] = {
     **{
         f"question {share:.0%}": {"select": "question", "edge_tokens": 8, "ratio": share} for share in (0.05, 0.15, 0.3)
     },
-    **{
-        f"deviation {share:.0%}": {"select": "deviation", "ratio": share, "check_layer": 2}
-        for share in (0.05, 0.15, 0.3)
-    },
     "all recomputed": {"select": "edges", "edge_tokens": MAX_LENGTH},
     FULL: None,
 }

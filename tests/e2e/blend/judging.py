@@ -41,7 +41,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "edges 64": {"select": "edges", "edge_tokens": 64},
     "question 10%": {"select": "question", "edge_tokens": 16, "ratio": 0.1},
     "question 20%": {"select": "question", "edge_tokens": 16, "ratio": 0.2},
-    "deviation 20%": {"select": "deviation", "ratio": 0.2, "check_layer": 2},
     "all": {"select": "edges", "edge_tokens": LONGEST},
 }
 #: What the comparison without an engine adds: trivial and ideal selections, and chunks stored after the preamble.

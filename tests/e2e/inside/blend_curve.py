@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EDGE, GRANULE = 16, 4
-#: The layer whose KV `deviation` compares.
+#: The layer whose KV `by_deviation` compares.
 CHECK_LAYER = 2
 
 

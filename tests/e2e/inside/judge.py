@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucm.sparse.topk.attention_share import KeyMeans
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import ranked
-from ucm.sparse.topk.samples import block_masses
+from ucm.sparse.topk.ranking import ranked
+from ucm.sparse.topk.samples import masses_of, products
 from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.e2e.inside.key_means import KeyMeans
     from tests.e2e.inside.needle_train import Llama, causal
-    from ucm.sparse.topk.representatives import Representatives
 else:
+    from key_means import KeyMeans
     from needle_train import Llama, causal
 
 #: The layer that is restricted: the one before looks at the previous token, which is among the recent ones.
@@ -82,7 +82,7 @@ class Random(KeyMeans):
         return torch.rand(self._kept.shape[1], len(query), 1, block_ids.shape[1], generator=self._source) * 20
 
 
-SELECTORS: dict[str, Callable[[int, torch.Tensor], Representatives]] = {
+SELECTORS: dict[str, Callable[[int, torch.Tensor], KeyCodes]] = {
     "oracle": Oracle,
     "hash": KeyCodes,
     "bounds": Bounds,
@@ -185,7 +185,7 @@ class Selector:
     def masses(self, layer: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """The true share of the attention of each block, ``[prompts, blocks]``."""
         ids = self._ids[:, : -(-tokens // self._size)]
-        return block_masses(query, self._pages[layer][ids], tokens)
+        return masses_of(products(query, self._pages[layer][ids]), self._size, tokens)
 
     def restrict(self, budget: BlockBudget) -> Callable[[int, int, torch.Tensor], torch.Tensor | None]:
         """For `Prompts.decode`."""

@@ -24,15 +24,18 @@ import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from ucm.sparse.blocks import SinksAndWindow
-from ucm.sparse.topk.attention_share import KeyMeans
 from ucm.sparse.topk.codes import KeyCodes, cpu_kernel
-from ucm.sparse.topk.representatives import ranked, shares
+from ucm.sparse.topk.ranking import ranked, shares
 from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+    from tests.e2e.inside.key_means import KeyMeans
+else:
+    from key_means import KeyMeans
 
 #: Selectors that read a window, and everything.
 WINDOW, DENSE = "window", "dense"
@@ -227,9 +230,8 @@ class Prompt:
 
 def _representatives(selector: str, keys: Tensor) -> Any:
     """Return the summaries of blocks, ``[blocks, block_size, num_kv_heads, head]``."""
-    made = KeyMeans(len(keys), keys[:1]) if selector == "mean" else KeyCodes(len(keys), keys[:1])
-    if isinstance(made, KeyCodes):  # this process runs no engine
-        made._kernel = cpu_kernel(made._codes.shape[2])
+    made = (KeyMeans if selector == "mean" else KeyCodes)(len(keys), keys[:1])
+    made._kernel = cpu_kernel(made._codes.shape[2])  # this process runs no engine
     made.put(torch.arange(len(keys)), keys)
     return made
 

@@ -97,10 +97,13 @@ class Fleet:
         return self._running.enter_context(one)
 
     def _variables(self, **more: str) -> dict[str, str]:
-        """With `VLLM_SERVER_DEV_MODE`, a server can be asked to empty its prefix cache."""
+        """Return a server's environment: one thread each, because threads of several servers that spin stall them all.
+
+        With `VLLM_SERVER_DEV_MODE`, a server can be asked to empty its prefix cache.
+        """
         ours = ("UCM_", "VLLM_", "PYTHON", "PYTEST_")
         rest = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        return {**rest, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", **more}
+        return {**rest, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as started:

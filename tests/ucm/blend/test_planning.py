@@ -160,17 +160,17 @@ def test_passes_keep_the_order_and_the_limit(lengths: list[int], most: int) -> N
     assert all(0 < sum(run.tokens for run in batch) <= most for batch in made)
 
 
-def test_the_granules_that_deviate_most_are_chosen() -> None:
-    deviation = [0.0] * 64
-    deviation[19], deviation[50], deviation[5] = 3.0, 2.0, 1.0
+def test_the_granules_of_the_highest_scores_are_chosen() -> None:
+    scores = [0.0] * 64
+    scores[19], scores[50], scores[5] = 3.0, 2.0, 1.0
     spans = [Run(100, 132), Run(132, 164)]
-    chosen = highest(deviation, 100, spans, 0.125)
+    chosen = highest(scores, 100, spans, 0.125)
     assert runs_of(chosen, 100) == [Run(116, 120), Run(148, 152)]
-    assert sum(highest(deviation, 100, spans, 0.0)) == 0
-    assert all(highest(deviation, 100, spans, 1.0))
+    assert sum(highest(scores, 100, spans, 0.0)) == 0
+    assert all(highest(scores, 100, spans, 1.0))
 
 
-def test_deviation_outside_of_what_is_reused_chooses_nothing() -> None:
+def test_scores_outside_of_what_is_reused_chooses_nothing() -> None:
     assert runs_of(highest([9.0, 9.0, 1.0, 1.0], 0, [Run(2, 4)], 1.0), 0) == [Run(2, 4)]
 
 

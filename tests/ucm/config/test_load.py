@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 EMPTY = {"store": {"pipeline": "Empty"}}
 TOO_MUCH = 1 << 60

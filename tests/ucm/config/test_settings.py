@@ -44,8 +44,6 @@ OTHER: dict[str, Any] = {
     "save_queue": "10MiB",
     "write_behind": "11MiB",
     "stuck_seconds": 10.5,
-    "lookup_cache_keys": 11,
-    "lookup_cache_seconds": 12.5,
     "failures_until_rest": 13,
     "rest_seconds": 14,
     "quarantine_keep": 15,

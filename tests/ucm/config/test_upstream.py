@@ -63,10 +63,11 @@ def test_the_pooled_dram_store_is_the_dram_tier(said: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("upstream")
-def test_blending() -> None:
+def test_blending(said: list[str]) -> None:
     config = load("blend")
     assert config.ucm_sparse_config == {}
-    assert config.blend == BlendSettings(select="deviation", check_layer=1, ratio=0.3, chunk_end_token_ids=(3,))
+    assert config.blend == BlendSettings(select="question", ratio=0.3, chunk_end_token_ids=(3,))
+    assert _told(said, "ucm_sparse_config.Blend.compute_meta.model.layers.1.self_attn.attn")
 
 
 @pytest.mark.parametrize(

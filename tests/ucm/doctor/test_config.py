@@ -216,14 +216,12 @@ def test_the_options_of_all_our_methods_are_known() -> None:
 
 
 def test_what_blending_wants_is_said(complete: Site, tmp_path: Path) -> None:
-    text = (
-        f"store: {{directories: {tmp_path}}}\nblend: {{select: deviation, ratio: 0.2, chunk_end_token_ids: [7, 9]}}\n"
-    )
+    text = f"store: {{directories: {tmp_path}}}\nblend: {{select: question, ratio: 0.2, chunk_end_token_ids: [7, 9]}}\n"
     answer = complete.doctor("--json", "--config", str(write(tmp_path, text)))
     found = answer.finding("blending")
     assert (answer.code, found["status"]) == (0, "ok")
     assert found["what"] == "chunks of 256 tokens or more are reused anywhere in a prompt"
-    assert "20% of their tokens; start vLLM with --enforce-eager" in found["details"][0]
+    assert "the first 16 tokens of each, and the 20% that the question reads" in found["details"][0]
     assert found["details"][1] == "chunks: separator tokens 7, 9 end them"
 
 

@@ -20,8 +20,8 @@ from ucm.hashing.request_content import Adapters as AnyAdapters
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.hashing.file_contents import Digests
-    from ucm.testing.clock import SimulatedClock
 
 #: The adapters of an engine that starts after the test has written its files.
 Adapters = functools.partial(AnyAdapters, since=float("inf"))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 TOKENS = list(range(100))
 CAT = "c" * 64

@@ -29,7 +29,7 @@ from ucm.hashing.file_contents import (
 )
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 ANY_TIME = float("inf")
 HUB = "models--a--b"

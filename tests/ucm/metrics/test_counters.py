@@ -14,8 +14,8 @@ from ucm.integration.vllm.metrics import TIER_SECONDS, ConnectorCounters, Metric
 from ucm.store.base import TierStats
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from ucm.integration.vllm.metric_names import StatsData
-    from ucm.testing.clock import SimulatedClock
 
 
 def test_a_lookup() -> None:

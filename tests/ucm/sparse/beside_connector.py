@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
-    from ucm.testing.clock import SimulatedClock
 
 #: The model attends to this many tokens, including the newest; methods keep at least as many before the newest.
 ATTENDS = 9

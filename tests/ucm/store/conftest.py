@@ -63,7 +63,7 @@ def config(tmp_path: Path) -> StoreConfig:
     root = tmp_path / "root"
     root.mkdir()
     # Normal priority, because a low-priority thread hardly ever runs on a busy machine.
-    return StoreConfig(directories=(str(root),), lookup_cache_keys=0, save_nice=0)
+    return StoreConfig(directories=(str(root),), save_nice=0)
 
 
 @pytest.fixture(scope="session")

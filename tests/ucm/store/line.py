@@ -17,7 +17,7 @@ import obstore
 import redis
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 #: Real seconds after which a server that should answer counts as hung.
 _HUNG = 120

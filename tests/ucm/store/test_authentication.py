@@ -29,9 +29,9 @@ from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, fetch, key, sav
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.clock import SimulatedClock
     from tests.ucm.store.servers import RedisServer
     from ucm.store.base import BlockKey
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "model/rank-0"
 KEYS = [key(number) for number in range(4)]

@@ -25,10 +25,10 @@ from ucm.store.tier import used_until
 from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes
@@ -224,15 +224,6 @@ def test_a_load_renews_a_block(full: StoreConfig, layout: Layout, clock: Simulat
     assert evict_unpinned(layout.root, scan(layout.root), 2 * FILE, lambda _: None)[0] == 2
     with open_store(full, NAMESPACE, EVEN, clock=clock) as store:
         assert there(store) == [0, 1, *range(4, 40)]
-
-
-@pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)
-def test_an_evicted_block_is_not_believed_in(full: StoreConfig, clock: SimulatedClock) -> None:
-    believing = replace(full, posix_capacity_bytes=20 * FILE, lookup_cache_keys=1000, lookup_cache_seconds=600.0)
-    with open_store(believing, NAMESPACE, EVEN, clock=clock) as store:
-        assert there(store) == list(range(40))
-        saved(clock, store, [key(100)])
-        clock.run_until(lambda: len(there(store)) in {18, 19})
 
 
 @pytest.mark.parametrize("clock", range(5), indirect=True, ids="order {}".format)

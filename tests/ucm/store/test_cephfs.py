@@ -108,7 +108,7 @@ def shared(mounts: list[Path]) -> list[StoreConfig]:
     """The same new directory as each of the hosts sees it."""
     name = f"kv-{time.time_ns()}"
     (mounts[0] / name).mkdir(mode=0o700)
-    return [StoreConfig(directories=(str(mount / name),), lookup_cache_keys=0, save_nice=0) for mount in mounts]
+    return [StoreConfig(directories=(str(mount / name),), save_nice=0) for mount in mounts]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def until(condition: Callable[[], bool]) -> None:
 class TestOneHost(StoreConformance):
     @pytest.fixture
     def config(self, shared: list[StoreConfig]) -> StoreConfig:
-        return replace(shared[0], lookup_cache_keys=1000)
+        return shared[0]
 
 
 def test_what_one_host_saved_the_other_finds(shared: list[StoreConfig], other: ProcessPoolExecutor) -> None:

@@ -17,7 +17,7 @@ from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import NewFile
+from ucm.store.posix.paths import NewFile, touch
 from ucm.store.posix.scan import scan
 from ucm.store.tier import DEEPEST, used_until
 from ucm.testing.blocks import Memory, content, in_order, key
@@ -25,9 +25,9 @@ from ucm.testing.blocks import Memory, content, in_order, key
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 SMALL = BlockGeometry((64,), b"small geometry16")
@@ -67,7 +67,7 @@ def has_no_gap(store: KVStore, keys: Sequence[BlockKey]) -> bool:
 @pytest.fixture
 def patient(config: StoreConfig, clock: SimulatedClock) -> StoreConfig:
     clock.advance(3600.0)  # the kernel's times of files, which are real, are in the past, however slow the machine is
-    return replace(config, touch_seconds=TOUCH, lookup_cache_keys=0)
+    return replace(config, touch_seconds=TOUCH)
 
 
 def shrink(config: StoreConfig, blocks: int) -> None:
@@ -158,6 +158,30 @@ def test_a_chain_is_renewed_once_per_span(
             clock.advance(seconds)
             counts.append(len(touched))
     assert counts == [COMMON, COMMON, COMMON, 2 * COMMON, 2 * COMMON]
+
+
+def test_a_chain_that_is_loaded_and_used_is_renewed_once(
+    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[str] = []
+    begin_span(clock, TOUCH)
+    keys = chain(0, COMMON)
+    with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
+        save(store, keys)
+        clock.advance(TOUCH)
+
+        def count(path: str, change: Callable[[int], int]) -> int:
+            touched.append(path)
+            return touch(path, change)
+
+        monkeypatch.setattr("ucm.store.posix.space.touch", count)
+        load(store, keys)
+        load(store, keys)  # before the evictor's thread has set the times
+        store.renew(in_order(keys))
+        clock.advance(3.0)
+        load(store, keys)
+        clock.advance(3.0)
+    assert len(touched) == COMMON
 
 
 @pytest.mark.parametrize("touch_seconds", [0.0, TOUCH])

@@ -52,7 +52,6 @@ class TestPosixWithCapacityAndOneThread(StoreConformance):
             load_threads=1,
             save_threads=1,
             save_nice=0,
-            lookup_cache_keys=0,
         )
 
 

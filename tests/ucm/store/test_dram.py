@@ -41,9 +41,9 @@ from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, in_order, key,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(60)]

@@ -26,7 +26,7 @@ from ucm.testing.conformance import PROCESSES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(200)]
@@ -82,7 +82,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_blocks(config: StoreConfig) 
 
 
 def test_a_full_disk(small_disk: Path, said: list[str]) -> None:
-    config = StoreConfig(directories=(str(small_disk),), lookup_cache_keys=0, rest_seconds=0.0)
+    config = StoreConfig(directories=(str(small_disk),), rest_seconds=0.0)
     keys = KEYS[:40]
     with open_store(config, NAMESPACE, EVEN) as store:
         outcome = save(store, keys, EVEN)
@@ -99,9 +99,7 @@ def test_a_full_disk(small_disk: Path, said: list[str]) -> None:
 
 
 def test_a_full_disk_below_the_capacity_makes_room(small_disk: Path, clock: SimulatedClock) -> None:
-    config = StoreConfig(
-        directories=(str(small_disk),), lookup_cache_keys=0, rest_seconds=0.0, posix_capacity_bytes=1 << 30
-    )
+    config = StoreConfig(directories=(str(small_disk),), rest_seconds=0.0, posix_capacity_bytes=1 << 30)
     with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
 
         def makes_room() -> bool:

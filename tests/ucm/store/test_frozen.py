@@ -20,18 +20,18 @@ from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.tier import PosixTier, _Question
-from ucm.store.tier import RecentKeys, TierOptions, TierPlace, ValueTier
+from ucm.store.tier import TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, content, fetch, filled, in_order, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Event
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore, Task, TaskResult
     from ucm.store.config import StoreConfig
     from ucm.store.posix.tier import Directory
     from ucm.store.tier import Outcome
-    from ucm.testing.clock import SimulatedClock
 
 #: Enough keys for both of two directories to have some, whatever their names.
 KEYS = [key(number) for number in range(64)]
@@ -515,7 +515,7 @@ def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "access", create_autospec(os.access, side_effect=some))
-            question = _Question(directory, RecentKeys(0, 0.0), KEYS)
+            question = _Question(directory, KEYS)
             clock.run_until_idle()
             assert question.answers(0.0) == [True] * 4
             assert question.error is None

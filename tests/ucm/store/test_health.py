@@ -12,7 +12,7 @@ from ucm.store.health import Breaker
 from ucm.store.tier import TierCounters
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from ucm.store.posix.scan import clean_up
 from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 from ucm.testing.conformance import PROCESSES
 
 names = st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,8}(/[a-z0-9_-][a-z0-9._-]{0,8}){0,3}", fullmatch=True)
@@ -172,7 +172,7 @@ def test_it_lies_in_every_directory_and_for_its_owner_alone(tmp_path: Path) -> N
 def test_a_store_that_makes_a_deleted_namespace_writes_it_again(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    config = StoreConfig(directories=(str(root),), lookup_cache_keys=0)
+    config = StoreConfig(directories=(str(root),))
     write_identity(config, "model/tp0", json.dumps({"name": "model"}))
     with open_store(config, "model/tp0", ODD) as store:
         for gone in (root, next(root.iterdir())):

@@ -30,10 +30,10 @@ from ucm.testing.blocks import Memory, content, in_order, key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
     from ucm.store.posix.paths import NewFile
-    from ucm.testing.clock import SimulatedClock
 
 UNIT = 4096  #: what a file takes in the tally
 
@@ -42,7 +42,7 @@ UNIT = 4096  #: what a file takes in the tally
 def patient(config: StoreConfig, clock: SimulatedClock) -> StoreConfig:
     """Room for 100 blocks; see the fixture of the same name in `test_chains`."""
     clock.advance(3600.0)
-    return replace(config, touch_seconds=TOUCH, lookup_cache_keys=0, posix_capacity_bytes=100 * UNIT)
+    return replace(config, touch_seconds=TOUCH, posix_capacity_bytes=100 * UNIT)
 
 
 def settle(clock: SimulatedClock) -> None:

@@ -18,8 +18,8 @@ from ucm.testing.blocks import ODD, key, save
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.clock import SimulatedClock
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 CALLS = ("mkdir", "fsync", "rename")
 

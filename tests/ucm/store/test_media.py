@@ -20,14 +20,14 @@ from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import names_in
+from ucm.store.posix.paths import list_directory
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockTransfer, StoreError
     from ucm.store.format import HeaderCodec
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
@@ -94,7 +94,7 @@ def test_the_other_directories_go_on(tmp_path: Path, clock: SimulatedClock) -> N
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
-    config = StoreConfig(directories=tuple(map(str, roots)), lookup_cache_keys=0)
+    config = StoreConfig(directories=tuple(map(str, roots)))
     keys = [key(number) for number in range(60)]
     with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, keys, ODD)
@@ -266,7 +266,7 @@ def test_direct_io_gives_way_where_it_is_refused(
     ):
         save(store, KEYS, ODD)
         assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-        assert not names_in(Layout(config.directories[0], NAMESPACE).temporary)
+        assert not list_directory(Layout(config.directories[0], NAMESPACE).temporary)
     assert len([line for line in said if "refuses direct I/O" in line]) == 2
 
 
@@ -306,12 +306,12 @@ def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
         [directory] = tier._directories
 
         def refused(
-            path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool
+            path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool
         ) -> tuple[float, StoreError | None]:
             if direct:
-                directory.no_direct_io(OSError(errno.EINVAL, "by another thread"))
+                directory.direct_io = False  # by another thread
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return read(path, codec, block, direct=direct)
+            return read(path, codec, block, direct)
 
         monkeypatch.setattr(posix_files, "_read", refused)
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}

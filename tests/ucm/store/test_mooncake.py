@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore, StoreError
     from ucm.store.remote.tiers import Client
-    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: Options with which an answer does not arrive in time.
@@ -54,7 +54,7 @@ HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
 
 def config(address: str, rest: float = 0.5, **options: Any) -> StoreConfig:
     tiers = {"Mooncake": {"address": address, "timeout": LONG, "transfer_timeout": LONG, **options}}
-    return StoreConfig(pipeline="Mooncake", tiers=tiers, rest_seconds=rest, lookup_cache_keys=0, load_threads=1)
+    return StoreConfig(pipeline="Mooncake", tiers=tiers, rest_seconds=rest, load_threads=1)
 
 
 def name(block: BlockKey) -> str:

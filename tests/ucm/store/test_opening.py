@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 KEYS = [key(number) for number in range(8)]
 

@@ -20,9 +20,9 @@ from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(6)]

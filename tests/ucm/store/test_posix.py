@@ -18,16 +18,15 @@ from ucm.store.factory import open_store
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.files import _write
-from ucm.store.posix.layout import Layout
 from ucm.store.posix.paths import NewFile, file_system_of
 from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import Buffer
     from ucm.store.posix.tier import Directory
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
@@ -77,8 +76,8 @@ def test_two_writers_leave_one_whole_block(
 ) -> None:
     written, goes_on = clock.event(), clock.event()
 
-    def late(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int) -> NewFile:
-        file = _write(directory, pieces, nbytes)
+    def late(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
+        file = _write(directory, pieces, nbytes, direct)
         if not written.is_set():
             written.set()
             goes_on.wait()
@@ -152,50 +151,3 @@ def test_without_a_thread_until_it_is_used(config: StoreConfig, clock: Simulated
         save(store, KEYS[:1], EVEN)
         assert {"ucm-lookup-0", "ucm-save-0", "ucm-evictor"} <= set(clock.alive)
     assert clock.alive == []
-
-
-def test_what_was_seen_is_believed_for_a_moment_only(config: StoreConfig, clock: SimulatedClock) -> None:
-    cached = replace(config, lookup_cache_keys=100, lookup_cache_seconds=3.0)
-    with (
-        open_store(config, NAMESPACE, ODD, clock=clock) as writer,
-        open_store(cached, NAMESPACE, ODD, clock=clock) as store,
-    ):
-        save(writer, KEYS, ODD)
-        assert store.lookup(KEYS) == [True] * len(KEYS)
-        clock.advance(2.9)
-        assert store.lookup(KEYS) == [True] * len(KEYS)
-        for path in files(config.directories[0]):
-            path.unlink()
-        clock.advance(2.9)
-        assert store.lookup_on_prefix(KEYS) == len(KEYS)
-        clock.advance(0.3)
-        # However often it is looked up, a cached result is used for at most twice the time.
-        assert store.lookup(KEYS) == [False] * len(KEYS)
-        save(writer, KEYS, ODD)
-        assert store.lookup(KEYS) == [True] * len(KEYS)
-        for path in files(config.directories[0]):
-            path.unlink()
-        clock.advance(100)
-        assert store.lookup(KEYS) == [False] * len(KEYS)
-
-
-def test_a_bounded_number_is_remembered(config: StoreConfig, clock: SimulatedClock) -> None:
-    with open_store(replace(config, lookup_cache_keys=4), NAMESPACE, ODD, clock=clock) as store:
-        save(store, KEYS, ODD)
-        clock.advance(100)
-        for block in KEYS:
-            assert store.lookup([block]) == [True]
-        for path in files(config.directories[0]):
-            path.unlink()
-        assert 1 <= store.lookup(KEYS).count(True) <= 6
-
-
-def test_a_failed_load_ends_the_belief(config: StoreConfig, clock: SimulatedClock) -> None:
-    with open_store(
-        replace(config, lookup_cache_keys=100, lookup_cache_seconds=60.0), NAMESPACE, ODD, clock=clock
-    ) as store:
-        save(store, KEYS, ODD)
-        assert store.lookup(KEYS) == [True] * len(KEYS)
-        Path(Layout(config.directories[0], NAMESPACE).block(KEYS[3])).unlink()
-        fetch(store, KEYS, ODD)
-        assert store.lookup(KEYS) == [index != 3 for index in range(len(KEYS))]

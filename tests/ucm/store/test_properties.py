@@ -43,7 +43,7 @@ class Storing(RuleBasedStateMachine):
         roots = [Path(self.directory.name, name) for name in ("a", "b")[: 1 + several]]
         for root in roots:
             root.mkdir()
-        self.config = StoreConfig(directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0)
+        self.config = StoreConfig(directories=tuple(map(str, roots)), direct_io=direct)
         self.stores = [open_store(self.config, "n", GEOMETRY, clock=self.clock) for _ in range(2)]
         # A block's directory depends on the directories' random paths. Two blocks of each keep a replay the same.
         lane = self.posix_tier(0).lane

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: The permissions that the tier's account needs.
@@ -67,7 +67,7 @@ HURRIED = {"timeout": SHORT, "transfer_timeout": 4 * SHORT}
 
 def config(address: str | list[str], **options: Any) -> StoreConfig:
     tiers = {"Redis": {"address": address, "timeout": LONG, "transfer_timeout": LONG, **options}}
-    return StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=REST, lookup_cache_keys=0)
+    return StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=REST)
 
 
 def name(block: BlockKey) -> str:
@@ -158,20 +158,6 @@ def test_keys_are_looked_up_in_one_round_trip(store: KVStore, redis_server: Redi
         reads = client.info("stats")["total_reads_processed"] - before
     # A request of 1,000 keys has some 90 kB, which a server reads in parts of 16 kB.
     assert reads <= 3 if count == 1 else reads < 100
-
-
-def test_what_was_found_is_believed_for_a_moment_only(redis_server: RedisServer, clock: SimulatedClock) -> None:
-    configured = config(redis_server.address)
-    remembering = StoreConfig(pipeline="Redis", tiers=configured.tiers, lookup_cache_keys=100, lookup_cache_seconds=3.0)
-    with open_store(remembering, NAMESPACE, EVEN, clock=clock) as store, redis_server.client() as client:
-        save(store, KEYS, EVEN)
-        client.flushall()
-        assert store.lookup(KEYS[:1]) == [True]
-        assert causes(store, KEYS[:1]) == {"missing"}
-        assert store.lookup(KEYS[:1]) == [False], "a load that failed is remembered at once"
-        assert store.lookup(KEYS) == [False, *[True] * (len(KEYS) - 1)]
-        clock.advance(6)
-        assert store.lookup(KEYS) == [False] * len(KEYS)
 
 
 def test_values_are_received_in_place(redis_server: RedisServer) -> None:

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from email.message import Message
 
+    from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
     from ucm.store.base import KVStore, StoreError
-    from ucm.testing.clock import SimulatedClock
 
 PREFIX = f"ucm1/{namespace_digest(NAMESPACE).hex()}/"
 #: The length of a rest in seconds.
@@ -63,7 +63,7 @@ def configure(s3_server: S3Server, tmp_path: Path) -> Callable[..., StoreConfig]
 
     def found(rest: float = REST, **others: Any) -> StoreConfig:
         options = s3_server.options(tmp_path / "secret", **{"timeout": LONG, "transfer_timeout": LONG, **others})
-        return StoreConfig(pipeline="S3", tiers={"S3": options}, rest_seconds=rest, lookup_cache_keys=0, load_threads=1)
+        return StoreConfig(pipeline="S3", tiers={"S3": options}, rest_seconds=rest, load_threads=1)
 
     return found
 

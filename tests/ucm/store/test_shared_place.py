@@ -30,9 +30,9 @@ from ucm.testing.blocks import ODD, content, fetch, key, save
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(6)]

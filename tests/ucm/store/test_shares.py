@@ -31,8 +31,8 @@ from ucm.testing.blocks import in_order
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 SPAWN = multiprocessing.get_context("spawn")
 DAY = 86_400.0
@@ -195,6 +195,19 @@ def test_pins_stay_count_for_their_salt_and_the_capacity_holds(shared: StoreConf
         assert has_no_gap(store, steady)
 
 
+def test_pins_of_a_salt_leave_others_theirs_after_a_restart(shared: StoreConfig, clock: SimulatedClock) -> None:
+    greedy, small = keys_of("greedy", 45), keys_of("small", 20)
+    with open_store(shared, NAMESPACE, SMALL, clock=clock) as store:
+        for keys, seconds in ((small, 3600.0), (greedy, 7200.0)):
+            save(store, keys)
+            store.retain(in_order(keys), clock.time() + seconds, pinned=True)
+            settle(clock)
+    with open_store(shared, NAMESPACE, SMALL, clock=clock) as store:
+        flood(clock, store, [f"flood {number}" for number in range(20)])
+        assert all(found(store, small))
+        assert found(store, greedy).count(True) in range(25, 45)
+
+
 def test_what_nobody_uses_any_more_goes_first(shared: StoreConfig, clock: SimulatedClock) -> None:
     gone, steady = keys_of("gone", 20), keys_of("steady", 30)
     with open_store(replace(shared, share_seconds=1800.0), NAMESPACE, SMALL, clock=clock) as store:
@@ -282,6 +295,55 @@ def test_pins_of_one_salt_beyond_all_shares_leave_the_rest_to_the_others(
     rules = LeaseRules.of(config)
     evict(layout.root, scan(layout.root), 40 * 100, lambda _: None, rules, 1e9, shares=SHARED, clock=clock)
     assert left(layout) == {name("pins"): 300, name("a"): 30, name("b"): 30}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("seconds", [0.0, DAY])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({}, {"greedy": 16, "other": 16, "small": 8}),
+        ({"greedy": 3.0, "small": 1.0}, {"greedy": 24, "other": 8, "small": 8}),
+        ({"small": 4.0, OTHERS: 2.0}, {"greedy": 28, "small": 12}),
+    ],
+)
+def test_pins_are_divided_among_salts(
+    config: StoreConfig,
+    clock: SimulatedClock,
+    weights: dict[str, float],
+    expected: dict[str, int],
+    *,
+    seconds: float,
+    sampled: bool,
+) -> None:
+    """Who pins much, and for long, takes no room from others; of its own pins, the last to end stay."""
+    now = clock.time()
+    for salt, count, until in (("greedy", 60, 9000), ("other", 20, 5000), ("small", 12, 1000)):
+        keys = keys_of(salt, count)
+        layout = make_files(config, dict.fromkeys(keys, now))
+        for number, one in enumerate(keys):
+            os.utime(layout.block(one), ns=(pinned_until(int((now + until + number) * 1e9)),) * 2)
+    if not weights:  # less than its part
+        for one in keys_of("small", 4):
+            Path(layout.block(one)).unlink()
+    shares = Shares(seconds, {salt if salt == OTHERS else name(salt): one for salt, one in weights.items()})
+    found = scan(layout.root)
+    found.exact = not sampled
+    evict(layout.root, found, 1e12, lambda _: None, LeaseRules.of(config), 40 * 100, shares=shares, clock=clock)
+    assert left(layout) == {name(salt): count for salt, count in expected.items()}
+    assert all(Path(layout.block(one)).exists() for one in keys_of("small", expected["small"], 12 - expected["small"]))
+
+
+def test_pins_that_a_sample_misses_stay(config: StoreConfig, clock: SimulatedClock) -> None:
+    now, pinned = clock.time(), keys_of("pins", 3)
+    layout = make_files(config, {**dict.fromkeys(keys_of("retains", 40), now + 3600), **dict.fromkeys(pinned, now)})
+    for one in pinned:
+        os.utime(layout.block(one), ns=(pinned_until(int((now + 1800) * 1e9)),) * 2)
+    found = scan(layout.root)
+    found.files = [file for file in found.files if tag_name(file.tag) != name("pins")]
+    found.exact = False
+    evict(layout.root, found, 1e12, lambda _: None, LeaseRules.of(config), 1e12, clock=clock)
+    assert left(layout) == {name("pins"): 3}
 
 
 @pytest.mark.parametrize("seconds", [0.0, DAY])

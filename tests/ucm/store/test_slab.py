@@ -21,9 +21,9 @@ from ucm.testing.blocks import key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Queue
     from ucm.store.memory.slab import Row
-    from ucm.testing.clock import SimulatedClock
 
 ROWS = 4
 SIZES = (10, 20, 5)

@@ -17,9 +17,9 @@ from ucm.testing.blocks import EVEN, filled, key, save
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import KVStore, Task
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 KEYS = [key(number) for number in range(4)]
 #: Longer than a test lets pass, in seconds.

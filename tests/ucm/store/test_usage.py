@@ -34,11 +34,11 @@ from ucm.testing.blocks import EVEN, key, save
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
     from ucm.store.posix.space import Evictor
-    from ucm.testing.clock import SimulatedClock
 
 NAMESPACE = "n"
 FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes

@@ -61,7 +61,7 @@ def live_without_privileges(root: str, user: int) -> dict[str, object]:
     content(keys[0], geometry)  # imports now what the other user may not be able to import
     os.setgid(user)
     os.setuid(user)
-    config = StoreConfig(directories=(root,), lookup_cache_keys=0, rest_seconds=0.0)
+    config = StoreConfig(directories=(root,), rest_seconds=0.0)
     seen: dict[str, object] = {}
     with open_store(config, "n", geometry) as store:
         assert save(store, keys[:1], geometry).failed == {}

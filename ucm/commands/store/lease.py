@@ -9,8 +9,10 @@ from ucm.clock import SYSTEM
 from ucm.commands.options import many, say, say_json
 from ucm.commands.store.prompt import given_prompt
 from ucm.commands.store.text import iso
+from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.factory import back_end_class, is_tier, open_tier
+from ucm.store.posix.space import pins_beyond
 
 if TYPE_CHECKING:
     import argparse
@@ -50,7 +52,8 @@ def lease(prompt: Prompt, seconds: float, *, pin: bool) -> dict[str, Any]:
     """Lease the blocks of a prompt; return what ``--json`` prints.
 
     Raises:
-        UcmError: The lease would be too long, a tier cannot be opened, or the engine would not cache this prompt.
+        UcmError: The lease would be too long, these pins would be beyond those that the prompt's salt may have, a tier
+            cannot be opened, or the engine would not cache this prompt.
     """
     longest = prompt.config.lease_seconds
     if seconds > longest:
@@ -59,8 +62,28 @@ def lease(prompt: Prompt, seconds: float, *, pin: bool) -> dict[str, Any]:
             where="the time",
             fix="shorten it, or raise store: lease_seconds for all engines",
         )
+    if pin:
+        _check_room(prompt)
     until = SYSTEM.time() + seconds
     return {"until": iso(until), **_by_tier(prompt, until, "leased", pin=pin)}
+
+
+def _check_room(prompt: Prompt) -> None:
+    """Refuse pins that an evictor would not keep.
+
+    Raises:
+        UcmError: The prompt's salt may not pin so much.
+    """
+    blocks = {namespace: keys for stored, keys in prompt.groups() for namespace in stored.ranks}
+    beyond = pins_beyond(prompt.config, blocks) if "Posix" in prompt.config.parts else None
+    if beyond is not None:
+        whose = beyond.salt if beyond.account == beyond.salt else f"{beyond.salt}, with all salts without a weight,"
+        most, held, added = map(format_size, (beyond.most, beyond.held, beyond.added))
+        raise UcmError(
+            f"{whose} may pin {most} beside what others have pinned; it has {held} pinned, and this adds {added}",
+            where=beyond.root,
+            fix="pin less, end other pins of this salt with `ucm store unpin`, or raise store: posix_capacity",
+        )
 
 
 def unpin(prompt: Prompt, from_token: int = 0) -> dict[str, Any]:

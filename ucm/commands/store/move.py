@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ucm.commands.store.prompt import Prompt
     from ucm.store.base import BlockKey
-    from ucm.store.config import StoreConfig
     from ucm.store.tier import Tier
 
 #: Blocks that are copied at once, as most media serve some requests sooner together than one after the other.
@@ -66,10 +65,11 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
     first, lower = _tiers_of(prompt)
     found, tokens = find(prompt)
     config, authenticator = prompt.config, authenticator_of(prompt.config, of_tool=True)
-    if any(len(one.stored.ranks) > 1 for one in found) and (compressing := _compressing(config)):
+    compresses = config.tiers.get(first, {}).get("compression", "none") != "none"
+    if compresses and any(one.stored.geometry_of_all is None for one in found):
         raise UcmError(
-            "blocks of several ranks cannot be prefetched where a tier compresses",
-            where=f"store: tiers: {compressing}: compression",
+            "blocks of several ranks cannot be prefetched into a tier that compresses",
+            where=f"store: tiers: {first}: compression",
             fix="let the engine copy them as it uses them",
         )
     counts = dict.fromkeys(("blocks", "there", "copied"), 0)
@@ -82,8 +82,8 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
         for one in found:
             stored = one.stored
             depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
-            # What several ranks store differs from what the one that describes the engine would store.
-            geometry = stored.geometry if len(stored.ranks) == 1 else None
+            # Without the geometry, which may differ between ranks, a block's own header suffices to read it.
+            geometry = stored.geometry_of_all
             for namespace in stored.ranks if depths else ():
                 top, *others = (
                     stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))
@@ -156,11 +156,6 @@ def _tiers_of(prompt: Prompt) -> tuple[str, list[str]]:
             fix="put a faster tier before it, for instance Dram|Posix",
         )
     return first, lower
-
-
-def _compressing(config: StoreConfig) -> str:
-    """Return the name of a tier that compresses; empty if none does."""
-    return next((name for name in config.parts if config.tiers.get(name, {}).get("compression", "none") != "none"), "")
 
 
 def _absent(tier: Tier, keys: Sequence[BlockKey]) -> list[BlockKey]:

@@ -53,16 +53,14 @@ class DirectoryStock:
         return sum(stock.side_nbytes for stock in self.namespaces)
 
     @property
-    def salts(self) -> list[tuple[str, int, int]]:
-        """The name of each salt's tag with its blocks and bytes in all namespaces; the one with most bytes first."""
-        found: dict[str, list[int]] = {}
+    def salts(self) -> list[tuple[str, int, int, int]]:
+        """The name of each salt's tag with its blocks, bytes, and pinned bytes in all namespaces; most bytes first."""
+        found: dict[str, tuple[int, int, int]] = {}
         for stock in self.namespaces:
-            for digits, (blocks, nbytes) in stock.by_salt.items():
-                of_salt = found.setdefault(tag_name(digits), [0, 0])
-                of_salt[0] += blocks
-                of_salt[1] += nbytes
-        salts = [(name, blocks, nbytes) for name, (blocks, nbytes) in found.items()]
-        return sorted(salts, key=lambda one: (-one[2], one[0]))
+            for digits, (blocks, nbytes, pinned) in stock.by_salt.items():
+                more = found.get(tag_name(digits), (0, 0, 0))
+                found[tag_name(digits)] = more[0] + blocks, more[1] + nbytes, more[2] + pinned
+        return sorted(((name, *counts) for name, counts in found.items()), key=lambda one: (-one[2], one[0]))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -194,16 +192,18 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
     return [*lines, *(f"{name}: {summary}" for summary, name in told.items())]
 
 
-def _salt_table(salts: Sequence[tuple[str, int, int]]) -> list[str]:
+def _salt_table(salts: Sequence[tuple[str, int, int, int]]) -> list[str]:
     """Return the salts that hold most; nothing if no request had one."""
-    if all(name == NO_SALT for name, _, _ in salts):
+    if all(name == NO_SALT for name, *_ in salts):
         return []
-    rows = [("salt", "blocks", "bytes")]
-    rows += [(name, f"{blocks:,}", format_size(nbytes)) for name, blocks, nbytes in salts[:_MOST_SALTS]]
-    if others := salts[_MOST_SALTS:]:
-        blocks, nbytes = sum(one[1] for one in others), sum(one[2] for one in others)
-        rows.append((many(len(others), "other salt", "other salts"), f"{blocks:,}", format_size(nbytes)))
-    return table(rows, right=(1, 2))
+    listed, others = salts[:_MOST_SALTS], salts[_MOST_SALTS:]
+    if others:
+        _, *counts = zip(*others, strict=True)
+        blocks, nbytes, pinned = map(sum, counts)
+        listed = [*listed, (many(len(others), "other salt", "other salts"), blocks, nbytes, pinned)]
+    rows = [("salt", "blocks", "bytes", "pinned")]
+    rows += [(name, f"{blocks:,}", format_size(nbytes), format_size(pinned)) for name, blocks, nbytes, pinned in listed]
+    return table(rows, right=(1, 2, 3))
 
 
 def _sizes(stock: NamespaceStock) -> str:
@@ -238,7 +238,10 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
         "total_bytes": stock.total,
         "bare": stock.bare,
         "unmarked": stock.unmarked,
-        "salts": [{"salt": name, "blocks": blocks, "bytes": nbytes} for name, blocks, nbytes in stock.salts],
+        "salts": [
+            {"salt": name, "blocks": blocks, "bytes": nbytes, "pinned_bytes": pinned}
+            for name, blocks, nbytes, pinned in stock.salts
+        ],
         "namespaces": [
             {
                 "namespace": one.namespace,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -35,11 +35,12 @@ from ucm.config.settings import StoreSettings
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.base import require_hooks
-from ucm.sparse.blocks import TILE, ReleasingMethod, SinksAndWindow, keep_apart, rename_own
+from ucm.sparse.blocks import ReleasingMethod, keep_apart, rename_own
 from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
-from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
+from ucm.sparse.options import parse_options, refuse_asked, tokens
+from ucm.sparse.sink_window import SinkWindowOptions
 from ucm.store.config import default_offload_directory
 from ucm.store.factory import open_store, opens_within
 
@@ -61,7 +62,7 @@ def default_store() -> StoreSettings:
     return StoreSettings(pipeline="Dram", dram_directory=default_offload_directory())
 
 
-class ESAOptions(MethodOptions):
+class ESAOptions(SinkWindowOptions):
     """The options of the method.
 
     Attributes:
@@ -78,7 +79,6 @@ class ESAOptions(MethodOptions):
 
     beside_kv = frozenset({"store"})
     token_budget: int = tokens(2048, at_least=1)
-    sink_tokens: int = tokens(4, at_least=0)
     window_tokens: int = tokens(1024, at_least=1)
     prefill: Literal["window", "dense"] = Field(default="dense", description="`window` or `dense`")
     retrieval: Literal["exact", "ahead"] = Field(default="exact", description="`exact` or `ahead`")
@@ -89,10 +89,6 @@ class ESAOptions(MethodOptions):
     def _section(cls, value: object) -> object:
         return StoreSettings.model_validate(value) if isinstance(value, dict) else value
 
-    def window(self, tile: int = TILE) -> SinksAndWindow:
-        """Return the sinks and the window, which are always read."""
-        return SinksAndWindow(self.sink_tokens, self.window_tokens, self.prefill == "dense", tile)
-
     def lasting_tokens(self, num_prompt_tokens: int) -> int:
         """Return the tokens of a prompt that choose no blocks: with windowed prompts, the last one does."""
         return num_prompt_tokens - (self.prefill == "window")
@@ -102,7 +98,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
 
     Attributes:
-        tile: Tokens whose windows begin at the same block.
         at_once: Whether blocks are freed even before an offloaded context is longer than the budget.
 
     Raises:
@@ -112,7 +107,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     attention: CopyingView
     options_type = ESAOptions
     at_once = False
-    tile: ClassVar[int] = TILE
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any], *, clock: Clock = SYSTEM) -> None:
         super().__init__(vllm_config, role, options)
@@ -121,11 +115,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         self._reader: OffloadedReader | None = None
         #: Requests that are recomputed in this step.
         self._anew: set[str] = set()
-
-    @classmethod
-    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the size of a tile."""
-        return {**super().identity(options), "tile": cls.tile}
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:

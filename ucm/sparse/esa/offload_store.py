@@ -28,7 +28,7 @@ from ucm.store.factory import OpeningStore, open_store
 from ucm.store.health import Pool
 from ucm.store.memory.segment import delete_blocks, remove_empty
 from ucm.store.posix.layout import PRIVATE, Layout, namespaces
-from ucm.store.posix.paths import names_in, unlink
+from ucm.store.posix.paths import list_directory, unlink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -319,7 +319,7 @@ def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout], patience: flo
 
 def _remove_bucket(path: str) -> None:
     with suppress(OSError):
-        for name in names_in(path):
+        for name, _ in list_directory(path):
             unlink(f"{path}/{name}")
 
 

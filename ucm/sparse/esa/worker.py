@@ -16,7 +16,7 @@ from ucm.sparse.esa.offloaded import tell_loss
 from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, Reading, first_choosing, reading
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import ranked
+from ucm.sparse.topk.ranking import ranked
 from ucm.sparse.topk.selection import FreshBlocks, with_new_keys
 
 if TYPE_CHECKING:

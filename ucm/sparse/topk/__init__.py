@@ -1,1 +1,1 @@
-"""Sparse attention by the best blocks: `ucm.sparse.topk.method`, and the probe that measures its budgets."""
+"""Sparse attention by the best blocks: `ucm.sparse.topk.method`."""

@@ -30,15 +30,16 @@ from __future__ import annotations
 import functools
 import math
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucm.sparse.compiled import LANES, Lanes, compile_kernel, for_engine
-from ucm.sparse.topk.representatives import Representatives, TritonKernel, power_of_two
+from ucm.sparse.topk.ranking import shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -46,21 +47,54 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+#: The key elements to read at once to compute codes: as many as fit into a processor's cache (measured on a CPU).
+AT_ONCE = 1 << 19
+#: The same on other devices: each reading takes 5 to 23 launches there, and up to 20 bytes per element (reasoned).
+AT_ONCE_ON_DEVICE = 1 << 23
+#: The elements to score at once, but at least one row. A request that is computed again after a preemption has a row
+#: for each of its generated tokens, and what all these rows need at once would not fit into any device.
+SCORED_AT_ONCE = 1 << 27
 #: The bits of codes to unpack at once, without a compiled kernel.
 UNPACKED_AT_ONCE = 1 << 26
 
 
-class KeyCodes(Representatives):
-    """The codes of the keys of each block, their scales, and the block's mean key.
+@dataclass(frozen=True)
+class TritonKernel:
+    """A Triton kernel that makes or reads codes.
 
     Attributes:
+        function: The kernel.
+        num_kv_heads: The number of KV heads.
+        tensors: The codes, among its arguments.
+        constants: Its compile-time constants, and Triton's options.
+        parts: The programs that make the codes of a block and KV head.
+    """
+
+    function: Any
+    num_kv_heads: int
+    tensors: tuple[Tensor, ...]
+    constants: Mapping[str, int]
+    parts: int = 1
+
+
+class KeyCodes:
+    """The codes of the keys of each block of a layer, by physical block, their scales, and the block's mean key.
+
+    Args:
+        num_blocks: The number of blocks of the layer's KV cache.
+        keys: The keys of a block, ``[1, block_size, num_kv_heads, head_size]``, for their shape, dtype and device.
+
+    Attributes:
+        num_blocks: The number of blocks for which there is room.
+        at_once: The number of blocks whose keys are best read at once.
         size: The number of blocks that `append` has added.
     """
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-        super().__init__(num_blocks, keys)
+        self.num_blocks = num_blocks
+        self.at_once = max(1, (AT_ONCE if keys.device.type == "cpu" else AT_ONCE_ON_DEVICE) // keys.numel())
         _, block_size, num_kv_heads, head_size = keys.shape
         self._turn = turn(head_size, keys.device)
         words = self._turn.shape[1] // WORD
@@ -74,11 +108,38 @@ class KeyCodes(Representatives):
         whole = block_size % LANES == 0 and head_size % LANES == 0  # vLLM's on a CPU are
         self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" and whole else None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the codes of all blocks."""
+        return sum(int(of.nbytes) for of in self._stored())
+
     def _stored(self) -> tuple[Tensor, ...]:
         return self._codes, self._scales, self._means
 
+    def update(self, block_ids: Tensor, read_keys: Callable[[Tensor], Tensor]) -> None:
+        """Compute the codes of some blocks from their keys.
+
+        Args:
+            block_ids: ``[n]``, int64; complete blocks.
+            read_keys: Returns the keys of some of them, ``[n, block_size, num_kv_heads, head_size]``.
+        """
+        for some in block_ids.split(self.at_once):
+            self.put(some, read_keys(some))
+
+    def update_in_place(self, block_ids: Tensor, keys: Tensor) -> None:
+        """Compute the codes of some blocks from the cache itself, in one launch on the device.
+
+        Args:
+            block_ids: ``[n]``, int64; complete blocks.
+            keys: ``[num_blocks, block_size, num_kv_heads, head_size]``: all keys of the cache, in any memory order.
+        """
+        kernel = self.making_kernel()
+        kernel.function[len(block_ids), kernel.num_kv_heads, kernel.parts](
+            *(keys, block_ids, *kernel.tensors, self.num_blocks, *keys.stride()), **kernel.constants
+        )
+
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
-        """Compute the codes of some blocks from these keys."""
+        """Compute the codes of some blocks from these keys, ``[n, block_size, num_kv_heads, head_size]``."""
         by_head = keys.permute(2, 0, 1, 3).float()
         means = by_head.mean(2).to(self._means.dtype)
         beyond = by_head - means.float()[:, :, None]
@@ -106,8 +167,39 @@ class KeyCodes(Representatives):
         self.put(torch.arange(self.size, end, device=keys.device), keys)
         self.size = end
 
+    def shares(self, query: Tensor, block_ids: Tensor, hidden: Tensor | None) -> Tensor:
+        """Estimate the share of their attention that the heads of each row give to each of its blocks.
+
+        Args:
+            query: ``[rows, num_heads, head_size]`` in any floating dtype.
+            block_ids: ``[rows, blocks]``, int64: the blocks of each row.
+            hidden: ``[rows, blocks]``: entries that are padding; None if there are none.
+
+        Returns:
+            ``[rows, blocks]``, int64; see `ucm.sparse.topk.ranking.shares`.
+        """
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+        heads, _, head_size = self._means.shape
+        at_once = max(1, SCORED_AT_ONCE // ((heads * head_size + query.shape[1]) * block_ids.shape[1]))
+        parts = [slice(begin, begin + at_once) for begin in range(0, len(query), at_once)]
+        found = [
+            shares(self.scores(query[rows], block_ids[rows]), None if hidden is None else hidden[rows])
+            for rows in parts
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
     def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the logarithm of the sum of each block's estimated attention weights."""
+        """Estimate how strongly each query head attends to each block.
+
+        Args:
+            query: ``[rows, num_heads, head_size]`` in any floating dtype.
+            block_ids: ``[rows, blocks]``, int64: the blocks of each row.
+
+        Returns:
+            ``[num_kv_heads, rows, heads of a KV head, blocks]``, float32: the logarithm of the sum of each block's
+            estimated attention weights, so that a softmax over blocks gives their relative attention.
+        """
         rows, _, head_size = query.shape
         heads = len(self._means)
         wanted = query.float().view(rows, heads, -1, head_size).transpose(0, 1).contiguous() * head_size**-0.5
@@ -135,7 +227,7 @@ class KeyCodes(Representatives):
         return torch.cat(found, -1)
 
     def scoring_kernel(self, num_heads: int) -> TritonKernel:
-        """Return the kernel."""
+        """Return the Triton kernel that scores blocks for this many query heads; see `ucm.sparse.topk.kernels`."""
         from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
 
         heads, _, words, size = self._codes.shape
@@ -151,7 +243,7 @@ class KeyCodes(Representatives):
         return TritonKernel(kernels.score_codes, heads, (self._codes, self._scales, self._means, self._turn), constants)
 
     def making_kernel(self) -> TritonKernel:
-        """Return the kernel."""
+        """Return the Triton kernel that makes codes; see `ucm.sparse.topk.kernels`."""
         from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
 
         heads, _, words, size = self._codes.shape
@@ -169,9 +261,10 @@ class KeyCodes(Representatives):
         parts = -(-size // kernels.TOKENS.value)
         return TritonKernel(kernels.make_codes, heads, tensors, constants, parts)
 
-    def _elements(self, num_heads: int, blocks: int) -> int:
-        heads, _, head_size = self._means.shape
-        return int(heads * head_size + num_heads) * blocks
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Triton kernels of block top-k: one makes representatives of blocks, one scores blocks, one writes block tables.
+"""Triton kernels of block top-k: one makes codes of blocks, one scores blocks, one writes block tables.
 
-They compute what `Representatives.put`, `Representatives.shares` and `RestrictedTables.choose` compute with torch: sums
-have another order, and from given shares exactly the same is chosen. They do it without reading anything back to the
-host, and without a launch per request or per block. All buffers persist between steps.
+They compute what `KeyCodes.put`, `KeyCodes.shares` and `RestrictedTables.choose` compute with torch: sums have another
+order, and from given shares exactly the same is chosen. They do it without reading anything back to the host, and
+without a launch per request or per block. All buffers persist between steps.
 
 The plan of a step is one int32 tensor ``[4, rows]`` with a column for each row of the step, dense rows included:
 the number of blocks that the row has, and that it reads (the same for a dense row); the index of its query among the
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ucm.sparse.topk.codes import TOP
-from ucm.sparse.topk.representatives import WHOLE
+from ucm.sparse.topk.ranking import WHOLE
 
 #: Arguments that change from step to step. Triton would compile a kernel again where one becomes 1 or divisible by 16.
 CHANGING = ("rows", "sinks", "recent", "num_blocks", "candidates")
@@ -218,7 +218,7 @@ def score_codes(
 def _add_shares(scores, shares, done, row, kv_head, count, offset, candidates, GROUP: tl.constexpr):
     """Add the shares of a KV head's query heads, in the program that ends last of those of its row.
 
-    Sums of integers are the same in any order; see `representatives.shares`.
+    Sums of integers are the same in any order; see `ranking.shares`.
     """
     tl.debug_barrier()  # all threads of this program have written their scores
     finished = tl.atomic_add(done + row * tl.num_programs(1) + kv_head, 1, sem="acq_rel")

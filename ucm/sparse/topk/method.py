@@ -30,9 +30,8 @@ from ucm.sparse.base import Role, SparseMethod, require_hooks
 from ucm.sparse.blocks import keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
-from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import power_of_two
-from ucm.sparse.topk.samples import AttentionSamples
+from ucm.sparse.topk.codes import KeyCodes, power_of_two
+from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
     BlockBudget,
     CompletedBlocks,
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.representatives import Representatives
     from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables
 
 #: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
@@ -79,6 +77,7 @@ class BlockTopKOptions(MethodOptions):
         dense_layers: The number of first layers that read everything.
         dense_last_layers: The number of last layers that read everything.
         selector: How blocks are ranked: by ``codes`` of each key, the only way.
+        sample_every: One in so many choices, each of a layer in a step, is measured; see `ucm.sparse.topk.samples`.
     """
 
     token_budget: int = tokens(2048, at_least=1)
@@ -90,6 +89,7 @@ class BlockTopKOptions(MethodOptions):
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
     dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
     selector: Literal["codes"] = Field(default="codes", description="`codes`, the only one; leave it out")
+    sample_every: int = Field(default=EVERY, ge=1, description="a number of choices, 1 or more")
 
 
 class BlockTopK(SparseMethod):
@@ -129,7 +129,7 @@ class BlockTopK(SparseMethod):
         #: The first of the last layers that are dense.
         self._first_last = sys.maxsize
         self._planner: SelectionPlanner | None = None
-        self._representatives: dict[str, Representatives] = {}
+        self._representatives: dict[str, KeyCodes] = {}
         self._batch: StepBatch | None = None
         self._plan: SelectionPlan | None = None
         self._tables: tuple[Any, RestrictedTables | StepOnDevice] | None = None
@@ -145,7 +145,7 @@ class BlockTopK(SparseMethod):
         self._causes: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts, self._logger)
-        self._samples = AttentionSamples()
+        self._samples = AttentionSamples(self._options.sample_every)
         #: The tokens of ``blocks_read`` that top-p has left out since `_settle`, on the attention's device.
         self._spared: Tensor | None = None
         self.select_seconds = 0.0
@@ -515,7 +515,7 @@ class BlockTopK(SparseMethod):
             made.update_in_place(block_ids, keys)
         self.counts["representatives"] += len(block_ids)
 
-    def _representatives_of(self, layer_name: str, kv_cache: Tensor, any_block: Tensor) -> Representatives:
+    def _representatives_of(self, layer_name: str, kv_cache: Tensor, any_block: Tensor) -> KeyCodes:
         """Return the layer's representatives, with room for all blocks of the cache."""
         found = self._representatives.get(layer_name)
         if found is None:

@@ -1,8 +1,11 @@
 """How much of a decode's attention a choice of blocks keeps, measured now and then while a method serves.
 
-A measurement reads the keys of one row's whole context in one layer, as dense attention does. It is so rare that it
-costs nothing, and shows an operator whether a budget fits the model and its prompts. `ucm sparse probe` measures all
-layers before a method is switched on.
+A measurement reads the keys of one row's whole context in one layer, as dense attention does. By default it is so rare
+that it costs nothing, and shows an operator whether a budget fits the model and its prompts. To find a budget, an
+operator has it measured more often (``sample_every``).
+
+The share of attention that a selection keeps is the measure of Quest (Tang et al., ICML 2024, arXiv:2406.10774) and of
+later work for how well blocks are chosen. It is not the quality of answers, which can only be tested with answers.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ if TYPE_CHECKING:
 
     from ucm.sparse.topk.selection import SelectionPlan
 
-#: One in so many choices, each of a layer in a step, is measured. It is prime, so that the layers take turns.
+#: One in so many choices is measured by default. It is prime, so that the layers take turns.
 EVERY = 4_099
 #: The number of the first one: soon, so that a short trial has a figure, but not in the first step.
 FIRST = 64
+#: The share of attention of which is told in how much of the context it is.
+HELD = 0.95
 #: The elements of keys to read at once, so that a long context takes little memory.
 AT_ONCE = 1 << 22
 
@@ -51,21 +56,26 @@ class Sample:
 class AttentionSamples:
     """Takes samples, and adds up the shares of attention that were kept.
 
+    Args:
+        every: One in so many choices, each of a layer in a step, is measured.
+
     Attributes:
         taken: The number of samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
         self.taken = 0
+        self._every = every
         self._choices = 0
         self._running: Sample | None = None
-        self._kept: Tensor | None = None  # on the device, so that nothing waits for it
+        #: By layer the number of samples, and the sums of `kept_and_needed` on the device: nothing waits for them.
+        self._sums: dict[str, tuple[int, Tensor]] = {}
 
     def due(self) -> bool:
         """Count a choice of a layer in a step; return whether one of its rows is to be measured."""
         self._running = None
         self._choices += 1
-        return self._choices % EVERY == FIRST
+        return self._choices % self._every == FIRST % self._every
 
     def begin(
         self, layer_name: str, plan: SelectionPlan, query: Tensor, block_table: Tensor, table: Tensor, lens: Tensor
@@ -105,26 +115,32 @@ class AttentionSamples:
             read_keys: Returns the keys of some blocks, ``[n, block_size, num_kv_heads, head_size]``.
         """
         self._running = None
-        kept = kept_share(sample, read_keys)
-        self._kept = kept if self._kept is None else self._kept + kept
+        found = kept_and_needed(sample, read_keys)
+        taken, sums = self._sums.get(sample.layer_name, (0, None))
+        self._sums[sample.layer_name] = taken + 1, found if sums is None else sums + found
         self.taken += 1
 
     @property
     def kept(self) -> float:
         """The sum of the shares of attention that the samples kept; reading it waits for the device."""
-        return 0.0 if self._kept is None else float(self._kept)
+        return sum(float(sums[0]) for _, sums in self._sums.values())
 
     def summary(self) -> str:
         """Return what the samples show, for a log line."""
         if not self.taken:
             return "no sample of the attention yet"
-        return f"{self.kept / self.taken:.1%} of the attention kept in {self.taken} samples"
+        kept, layer = min((float(sums[0]) / taken, name) for name, (taken, sums) in self._sums.items())
+        needed = sum(float(sums[1]) for _, sums in self._sums.values())
+        return (
+            f"{self.kept / self.taken:.1%} of the attention kept in {self.taken} samples, {kept:.1%} in {layer}; "
+            f"{HELD:.0%} of it is in {needed / self.taken:.1%} of the context"
+        )
 
 
-def kept_share(sample: Sample, read_keys: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the share of its attention that a row gives to what it reads: float64, without dimensions.
+def kept_and_needed(sample: Sample, read_keys: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return which share of its attention a row gives to what it reads, and the least share of its blocks with `HELD`.
 
-    It is the mean over the heads. Other arguments: see `AttentionSamples.measure`.
+    Both are float64, and the attention is the mean over the heads. Other arguments: see `AttentionSamples.measure`.
     """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -137,31 +153,34 @@ def kept_share(sample: Sample, read_keys: Callable[[Tensor], Tensor]) -> Tensor:
     masses = masses_of(torch.cat(parts, -1), size, sample.tokens)[0]
     columns = torch.arange(len(sample.read), device=sample.read.device) * size
     read = sample.read.masked_fill(columns >= sample.read_tokens, -1)
-    return (masses * torch.isin(sample.block_ids, read)).sum().double()
+    kept = (masses * torch.isin(sample.block_ids, read)).sum().double()
+    # The whole context has it, even if rounding makes the sum smaller.
+    needed = ((masses.sort(descending=True).values.cumsum(0) < HELD).sum() + 1).clamp(max=len(masses)) / len(masses)
+    return torch.stack((kept, needed.double()))
 
 
-def block_masses(query: Tensor, keys: Tensor, tokens: int) -> Tensor:
-    """Return the share of their attention that the heads of each row give to each of its blocks, the mean over heads.
+def products(query: Tensor, keys: Tensor) -> Tensor:
+    """Return the scores of each row's tokens, ``[rows, num_kv_heads, group, tokens]``, float32.
 
     Args:
         query: ``[rows, num_heads, head_size]``.
         keys: ``[rows, blocks, block_size, num_kv_heads, head_size]``.
-        tokens: How many of a row's tokens are read; the others are behind its end.
-
-    Returns:
-        ``[rows, blocks]``, float32; the sum of each row is 1.
     """
-    return masses_of(products(query, keys), keys.shape[2], tokens)
-
-
-def products(query: Tensor, keys: Tensor) -> Tensor:
-    """Return the scores of each row's tokens, ``[rows, num_kv_heads, group, tokens]``, float32; see `block_masses`."""
     rows, _, _, heads, _ = keys.shape
     grouped = query.float().view(rows, heads, -1, query.shape[-1])
     return grouped @ keys.float().flatten(1, 2).permute(0, 2, 3, 1) * query.shape[-1] ** -0.5
 
 
 def masses_of(scores: Tensor, block_size: int, tokens: int) -> Tensor:
-    """Return `block_masses` from `products`, which are changed."""
+    """Return the share of their attention that the heads of each row give to each of its blocks, the mean over heads.
+
+    Args:
+        scores: The result of `products`, which is changed.
+        block_size: The tokens of a block.
+        tokens: How many of a row's tokens are read; the others are behind its end.
+
+    Returns:
+        ``[rows, blocks]``, float32; the sum of each row is 1.
+    """
     scores[..., tokens:] = float("-inf")
     return scores.softmax(-1).unflatten(-1, (-1, block_size)).sum(-1).mean((1, 2))

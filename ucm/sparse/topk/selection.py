@@ -20,7 +20,7 @@ import numpy as np
 
 from ucm.logger import get_logger
 from ucm.sparse.blocks import QueryPieces
-from ucm.sparse.topk.representatives import ranked
+from ucm.sparse.topk.ranking import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.representatives import Representatives
+    from ucm.sparse.topk.codes import KeyCodes
 
 #: Triton's variable that interprets kernels, on any device.
 INTERPRET = "TRITON_INTERPRET"
@@ -450,7 +450,7 @@ class RestrictedTables:
         return self.candidates[0, :1]
 
     def select(
-        self, made: Representatives, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
+        self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return what a layer reads; see `choose`.
 
@@ -512,7 +512,7 @@ def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
     say how much the values behind it matter.
 
     Args:
-        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.representatives.shares`; 0 for padding.
+        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.ranking.shares`; 0 for padding.
         best: ``[rows, n]``, int64: the indices of the best of them, in descending order.
         top_p: ``[rows, 1]``, float64: the share, above 0; 1 or more asks for all ``n``.
 
@@ -615,7 +615,7 @@ class StepOnDevice:
         return self._source[0, :1].long()
 
     def select(
-        self, made: Representatives, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
+        self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return what a layer reads; the next layer overwrites it.
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.errors import ConfigError
-from ucm.store.posix.paths import DIRECTORY_MODE, distrust, group_id, make_directory
+from ucm.store.posix.paths import DIRECTORY_MODE, distrust, file_system_of, group_id, make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.store.config import StoreConfig
 
-_MOUNTS = Path("/proc/self/mounts")
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
@@ -129,16 +128,5 @@ def _places(path: str) -> tuple[tuple[object, ...], set[tuple[object, ...]]]:
 
 
 def in_memory(path: str) -> bool:
-    """Return whether a directory is on a file system that keeps its files in memory."""
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    try:
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return True  # the mounts cannot be read: trust the operator
-    for line in lines:
-        _, point, found, *_ = line.split(" ")
-        inside = point in ("/", real) or real.startswith(f"{point}/")
-        if inside and len(point) >= len(best):
-            best, kind = point, found
-    return kind in _MEMORY_TYPES
+    """Return whether a directory is on a file system that keeps its files in memory; an unknown one is trusted."""
+    return file_system_of(os.path.realpath(path)) in {*_MEMORY_TYPES, ""}

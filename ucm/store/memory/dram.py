@@ -19,7 +19,7 @@ from ucm.store.format import UNIT, gather, known_codec, nbytes_of, scatter
 from ucm.store.memory.directory import prepare_dram
 from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, delete_blocks, directory_of, segment_nbytes
 from ucm.store.posix.files import store_error
-from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
+from ucm.store.posix.layout import Layout, check_namespace, namespaces
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
     distrust,
@@ -28,6 +28,7 @@ from ucm.store.posix.paths import (
     open_file,
     status_of,
 )
+from ucm.store.posix.scan import clean_up
 from ucm.store.tier import DEEPEST, Leased, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ class DramTier(Tier):
             OSError: The directory cannot be used.
         """
         self._make_root()
-        self._remove_leftovers()
+        clean_up(self._layout.root, self._stale_seconds, clock=self.clock)
         self._give_back()
         self._refresh()  # a segment that another process emptied cannot be locked before
         found = self._own(slot_nbytes, Segment.is_roomy)
@@ -514,13 +515,6 @@ class DramTier(Tier):
                 self.clock.sleep(_POLL_SECONDS)
             else:
                 return
-
-    def _remove_leftovers(self) -> None:
-        """Delete the segments that dead processes did not finish, of any namespace."""
-        for layout in namespaces(self._layout.root):
-            for name, status in list_directory(layout.temporary):
-                if is_stale(name, self.clock.time() - status.st_mtime, self._stale_seconds):
-                    unlink_private(f"{layout.temporary}/{name}")
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of all segments of all namespaces, in bytes."""

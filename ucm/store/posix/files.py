@@ -185,15 +185,8 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
     """
     if not directory.reads.allows():
         raise directory.reads.refusal(directory.layout.root)
-    direct = directory.direct_io  # another thread may switch it off meanwhile
     try:
-        try:
-            used, refusal = _read(path, codec, block, direct=direct)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
-                raise
-            directory.no_direct_io(error)
-            used, refusal = _read(path, codec, block, direct=False)
+        used, refusal = directory.directly(partial(_read, path, codec, block))
     except OSError as error:
         raise _failure(directory, block.key, path, error) from error
     except StoreError as error:
@@ -333,7 +326,7 @@ def _with_header(
         os.close(descriptor)
 
 
-def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> tuple[int, StoreError | None]:
+def _read(path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool) -> tuple[int, StoreError | None]:
     """Read and verify a block; return its time of last use, and what is wrong with it or None."""
     descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
     try:
@@ -419,7 +412,7 @@ def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | b
     where = directory.layout.temporary
     file, published = None, False
     try:
-        file = _write(directory, pieces, nbytes_of(pieces))
+        file = directory.directly(partial(_write, directory, pieces, nbytes_of(pieces)))
         where = directory.layout.block(key)
         with suppress(FileExistsError):
             directory.publish(file, key)
@@ -460,19 +453,8 @@ def _reserve(directory: Directory, descriptor: int, nbytes: int) -> None:
         directory.wait_for_room(reserve)
 
 
-def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int) -> NewFile:
-    """Write a file, past the page cache if the directory wants that and the file system can do it."""
-    direct = directory.direct_io  # another thread may switch it off meanwhile
-    try:
-        return _write_new(directory, pieces, nbytes, direct=direct)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not direct:
-            raise
-        directory.no_direct_io(error)
-        return _write_new(directory, pieces, nbytes, direct=False)
-
-
-def _write_new(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, *, direct: bool) -> NewFile:
+def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
+    """Write a new file, if wanted past the page cache."""
     flags = os.O_WRONLY | os.O_DIRECT if direct else os.O_WRONLY
     path, descriptor = f"{directory.layout.temporary}/{owner_name()}", -1
     try:

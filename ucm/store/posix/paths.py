@@ -169,15 +169,6 @@ def _share(descriptor: int, status: os.stat_result, mode: int, group: int) -> No
             os.fchmod(descriptor, mode)
 
 
-def open_directory(path: str) -> int:
-    """Open a directory to list it.
-
-    Raises:
-        OSError: It does not exist, is no directory, or a part of its path is a symbolic link.
-    """
-    return _open()(path, _DIRECTORY, 0)
-
-
 def read_file(path: str, limit: int) -> bytes:
     """Return the first bytes of a small regular file.
 
@@ -209,7 +200,7 @@ def list_directory(path: str) -> list[tuple[str, os.stat_result]]:
     """
     found = []
     try:
-        folder = open_directory(path)
+        folder = _open()(path, _DIRECTORY, 0)
     except FileNotFoundError:
         return []
     try:
@@ -222,22 +213,6 @@ def list_directory(path: str) -> list[tuple[str, os.stat_result]]:
     finally:
         os.close(folder)
     return found
-
-
-def names_in(path: str) -> list[str]:
-    """Return the names in a directory; empty if there is no such directory.
-
-    Raises:
-        OSError: The directory cannot be listed.
-    """
-    try:
-        folder = open_directory(path)
-    except FileNotFoundError:
-        return []
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - names are all that is needed
-    finally:
-        os.close(folder)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def evict(
         nbytes: How many bytes to free.
         deleted: Called with the path of each file deleted by this call.
         leases: What files' times mean.
-        most_pinned: How many bytes of pinned blocks are kept, those whose pins end last; the others are only retained.
+        most_pinned: How many bytes of pinned blocks are kept; see ``lost_pins``.
         shares: Whose files go first.
         clock: The clock by which a long walk sleeps half of the time, and leases end.
 
@@ -183,7 +183,9 @@ class _Order:
         self._leases, self.shares = leases, shares
         self._old = shares.old(self._now)
         found.files.sort(key=lambda file: (self.rank(file), file.path), reverse=True)
-        self._pins_from = _pins_from(found.files, leases, most_pinned, self._now)
+        pinned = [file for file in found.files if self._is_pinned(file)]
+        #: The last pin that each account loses. Many may end at one moment, so the path decides, as in every scan.
+        self._lost = {account: (one.used_ns, one.path) for account, one in lost_pins(pinned, most_pinned, shares)}
 
     def rank(self, file: StoredFile) -> int:
         """Return what orders the files of one salt; the smallest goes first."""
@@ -192,8 +194,13 @@ class _Order:
 
     def may_go(self, file: StoredFile) -> bool:
         """Return whether a file may be deleted at all."""
-        is_before = file.damaged or (file.used_ns, file.path) < self._pins_from
-        return is_before or not self._leases.is_pinned(file.used_ns, self._now)
+        if not self._is_pinned(file):
+            return True
+        last = self._lost.get(self.shares.account(file.tag))
+        return last is not None and (file.used_ns, file.path) <= last
+
+    def _is_pinned(self, file: StoredFile) -> bool:
+        return not file.damaged and self._leases.is_pinned(file.used_ns, self._now)
 
     def account(self, file: StoredFile) -> str:
         """Return the account that a file counts for; empty for what is in nobody's share any more."""
@@ -234,19 +241,26 @@ def _oldest(root: str, found: Scan, nbytes: float, order: _Order, clock: Clock) 
     )
 
 
-def _pins_from(files: Sequence[StoredFile], leases: LeaseRules, most: float, now: int) -> tuple[float, str]:
-    """Return the time and path from which on pinned blocks are kept; of all files, the latest ones come first.
+def lost_pins(pinned: Sequence[StoredFile], most: float, shares: Shares) -> Iterator[tuple[str, StoredFile]]:
+    """Yield pinned blocks beyond a limit, with their accounts, which are only retained.
 
-    Many pins may end at one moment, so the path decides as well, which is the same in each scan.
+    As with shares, who has pinned the most for its weight loses a pin, the first to end. So nobody's pins take the room
+    of others, and what one does not pin, others may.
+
+    Args:
+        pinned: The pinned blocks; those whose pins end last come first.
+        most: How many bytes stay pinned.
+        shares: The accounts and their weights.
     """
-    held, begin = 0.0, (float("inf"), "")
-    for file in files:
-        if not file.damaged and leases.is_pinned(file.used_ns, now):
-            held += file.held
-            if held > most:
-                break
-            begin = file.used_ns, file.path
-    return begin
+    held, turns = 0.0, Turns[StoredFile](shares)
+    for file in pinned:
+        turns.add(shares.account(file.tag), file, file.held)
+        held += file.held
+    for account, file in turns:
+        if held <= most:
+            break
+        held -= file.held
+        yield account, file
 
 
 def clean_up(root: str, stale_seconds: float, *, clock: Clock = SYSTEM) -> int:

@@ -30,6 +30,9 @@ from typing import TYPE_CHECKING
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
+from ucm.salts import tag_name
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
     FILE_MODE,
     NO_LOCKS,
@@ -39,14 +42,16 @@ from ucm.store.posix.paths import (
     status_of,
     touch,
 )
-from ucm.store.posix.scan import Scan, clean_up, evict, scan
-from ucm.store.shares import OTHERS
+from ucm.store.posix.scan import Scan, StoredFile, clean_up, evict, lost_pins, scan
+from ucm.store.shares import OTHERS, Shares
 from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ucm.clock import Clock, Thread
+    from ucm.store.base import BlockKey
+    from ucm.store.config import StoreConfig
     from ucm.store.posix.tier import Directory
 
 
@@ -257,7 +262,7 @@ def _state(descriptor: int, nbytes: int) -> State | None:
 
 #: Above the first share of the capacity, blocks are deleted down to the second; the rest is room for writers meanwhile.
 _EVICT_FROM, _EVICT_TO = 0.98, 0.95
-#: The share of the capacity beyond which pinned blocks are only retained, those whose pins end first.
+#: The share of the capacity beyond which pinned blocks are only retained; see ``lost_pins``.
 PINNED_SHARE = 0.5
 #: A root in use is scanned again after this many seconds, because other hosts write too and files are deleted by hand;
 #: an idle one after ``_IDLE_SECONDS``.
@@ -494,8 +499,7 @@ class _Root:
         return state
 
     def _limit(self, state: State) -> float | None:
-        limits = [limit for limit in (self._directory.share, state.limit) if limit is not None]
-        return min(limits) if limits else None
+        return _smaller(self._directory.share, state.limit)
 
     def _crowded(self, state: State) -> float | None:
         """Return the limit if it is nearly reached."""
@@ -558,3 +562,69 @@ class _Root:
         written = (state.tally - seen.tally) / max(now - seen.moment, 1e-3)
         room = max(0.0, limit * _EVICT_FROM - state.nbytes) / 4096
         return min(max(0.5 * room / max(written, 1e-9), _LOOK_SECONDS[0]), _LOOK_SECONDS[1])
+
+
+def _smaller(*limits: float | None) -> float | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class PinsBeyond:
+    """Pins that a salt may not set; all sizes are in bytes.
+
+    Attributes:
+        root: The directory.
+        salt: The name of the salt's tag.
+        account: Whose room it is; see ``ucm.store.shares``.
+        most: What the account may pin, as others have pinned the rest.
+        held: What it has pinned.
+        added: What would be pinned in addition.
+    """
+
+    root: str
+    salt: str
+    account: str
+    most: float
+    held: float
+    added: float
+
+
+def pins_beyond(
+    config: StoreConfig, blocks: Mapping[str, Sequence[BlockKey]], *, clock: Clock = SYSTEM
+) -> PinsBeyond | None:
+    """Return whether an evictor would only retain some of a salt's blocks, once these are pinned; None if not.
+
+    Args:
+        config: The store's options.
+        blocks: The blocks to pin, all of one salt, by namespace.
+        clock: Tells which pins have ended.
+    """
+    for directory in config.directories:
+        paths = [Layout(directory, name).block(key) for name, keys in blocks.items() for key in keys]
+        with suppress(OSError):  # who leases blocks in this directory is told what is wrong with it
+            if (beyond := _pins_beyond_in(os.path.realpath(directory), paths, config, clock)) is not None:
+                return beyond
+    return None
+
+
+def _pins_beyond_in(root: str, paths: Sequence[str], config: StoreConfig, clock: Clock) -> PinsBeyond | None:
+    rules, shares, now = LeaseRules.of(config), Shares.of(config), int(clock.time() * 1e9)
+    new = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            status = status_of(path)
+            if not rules.is_pinned(status.st_mtime_ns, now):
+                new.append(StoredFile(path, status.st_size, status.st_mtime_ns))
+    share, state = config.posix_capacity_bytes, Usage(root).read()
+    limit = _smaller(None if share is None else share / len(config.directories), state.limit if state else None)
+    if limit is None or not new:
+        return None
+    pinned = [one for one in scan(root, clock=clock).files if not one.damaged and rules.is_pinned(one.used_ns, now)]
+    account = shares.account(new[0].tag)
+    lost = [one for whose, one in lost_pins([*new, *pinned], limit * PINNED_SHARE, shares) if whose == account]
+    if not lost:
+        return None
+    held = sum(file.held for file in pinned if shares.account(file.tag) == account)
+    added = sum(file.held for file in new)
+    most = held + added - sum(file.held for file in lost)
+    return PinsBeyond(root, tag_name(new[0].tag), account, most, held, added)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -26,6 +27,7 @@ from ucm.store.posix.files import quarantine, read_block, read_file, store_error
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import (
+    NotAFileError,
     distrust,
     file_system_of,
     group_id,
@@ -39,7 +41,6 @@ from ucm.store.shares import Shares
 from ucm.store.tier import (
     CompressingOptions,
     Leased,
-    RecentKeys,
     Tier,
     kept_until,
     lease_end,
@@ -220,13 +221,24 @@ class Directory:
         self.writes.failed(found)
         return found
 
-    def no_direct_io(self, error: OSError) -> None:
-        """Switch to the page cache."""
-        if self.direct_io:
-            self.direct_io = False
-            get_logger(__name__).warning(
-                "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
-            )
+    def directly(self, call: Callable[[bool], T]) -> T:
+        """Call a function with whether to use direct I/O; where that is refused, again and from now on without.
+
+        Raises:
+            OSError: The call raised it.
+        """
+        direct = self.direct_io  # another thread may switch it off meanwhile
+        try:
+            return call(direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
+                raise
+            if self.direct_io:
+                self.direct_io = False
+                get_logger(__name__).warning(
+                    "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
+                )
+        return call(False)
 
     def _make(self) -> None:
         """Make the namespace's missing directories.
@@ -367,7 +379,6 @@ class PosixTier(Tier):
         self._codec, self._authenticator = codec, authenticator
         self._compresses = compresses
         self._capacity_bytes = capacity_bytes
-        self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
         self._touch_seconds = config.touch_seconds
         self._config = config
@@ -401,12 +412,12 @@ class PosixTier(Tier):
         return resting.count(True) / len(resting)
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Test one directory entry per key that is not known to exist, on the lookup threads of each directory."""
+        """Test one directory entry per key, on the lookup threads of each directory."""
         by_lane: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             by_lane.setdefault(self.lane(key), []).append(place)
         asked = [
-            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places]))
+            (places, _Question(self._directories[lane], [keys[place] for place in places]))
             for lane, places in by_lane.items()
         ]
         found = [False] * len(keys)
@@ -441,35 +452,38 @@ class PosixTier(Tier):
             used = read_block(directory, known_codec(self._codec), block, path)
         except StoreError as error:
             self._fail(directory, block.key, error)
-        until = used_until(self.clock.time(), self._touch_seconds, block.depth)
-        if used < until and used != until // _COARSEST * _COARSEST:
-            directory.evictor.touch(path, until)
-            return True
-        return False
+        now = self.clock.time()
+        until = used_until(now, self._touch_seconds, block.depth)
+        is_old = used < until and used != until // _COARSEST * _COARSEST
+        return is_old and self._use(block.key, block.depth, now)
 
     def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew times of last use in the background."""
         self._start_evictors()
+        if self._is_private:
+            return
         now = self.clock.time()
-        done = self._renewed_until(used_until(now, self._touch_seconds, 0))
         for key, depth in depths.items():
-            directory = self._directory(key)
-            if directory.layout.is_private:  # its blocks are of running requests, and never evicted
-                break
-            if is_new or key not in done:
-                done.add(key)
-                until = used_until(now, self._touch_seconds, depth)
-                directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
+            if is_new:
+                self._renewed.discard(key)
+            self._use(key, depth, now)
+
+    def _use(self, key: BlockKey, depth: int, now: float) -> bool:
+        """Renew a block's time of last use soon; return False if this tier does so, or has, in the current span."""
+        done = self._renewed_until(used_until(now, self._touch_seconds, 0))
+        if key in done:
+            return False
+        done.add(key)
+        directory, until = self._directory(key), used_until(now, self._touch_seconds, depth)
+        directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
+        return True
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Set times of last use in the background; see ``ucm.store.posix.leases``."""
         self._start_evictors()
         until = lease_end(until, self.clock.time(), self._config)
-        for key, depth in depths.items() if until else ():
-            directory = self._directory(key)
-            if directory.layout.is_private:
-                break
-            stamp = kept_until(until, depth)
+        for key, depth in depths.items() if until and not self._is_private else ():
+            directory, stamp = self._directory(key), kept_until(until, depth)
             directory.evictor.lease(directory.layout.block(key), pinned_until(stamp) if pinned else stamp)
 
     def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
@@ -541,7 +555,6 @@ class PosixTier(Tier):
         write_block(directory, key, stored)
         if self._compresses:
             self.counters.compressed(nbytes_of(stored))
-        self._recent.generations()[0].add(key)
         self._renewed.discard(key)
         directory.evictor.wrote()
 
@@ -559,6 +572,11 @@ class PosixTier(Tier):
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
+
+    @property
+    def _is_private(self) -> bool:
+        """Whether the blocks are of running requests, and so never evicted."""
+        return self._directories[0].layout.is_private
 
     def _renewed_until(self, until: int) -> set[BlockKey]:
         """Return the blocks that this tier has renewed until the end of the current span."""
@@ -579,19 +597,14 @@ class PosixTier(Tier):
         key = key_of(*path.rsplit("/", 2)[-2:])
         self.counters.evicted(1, () if key is None else (key,))
         if key is not None:
-            self._drop(key)
-
-    def _drop(self, key: BlockKey) -> None:
-        """Forget a block that is gone."""
-        self._renewed.discard(key)
-        self._recent.drop(key)
+            self._renewed.discard(key)
 
     def _fail(self, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
         """Quarantine an unusable block, and raise the error for its reader.
 
         A medium that neither reads a file nor lets it be moved counts as failing.
         """
-        self._drop(key)
+        self._renewed.discard(key)
         if isinstance(error, _OF_THE_BLOCK):
             if quarantine(directory.layout, key, error, directory.quarantine_keep):
                 self.counters.quarantined()
@@ -606,19 +619,16 @@ class _Question:
 
     Args:
         directory: The directory; it is not read while it rests.
-        recent: Keys that were recently found.
         keys: The keys to look up.
     """
 
-    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey]) -> None:
-        self._directory, self._recent, self._keys = directory, recent, keys
+    def __init__(self, directory: Directory, keys: Sequence[BlockKey]) -> None:
+        self._directory, self._keys = directory, keys
         self._found: list[bool] = []
-        self._tested = 0
         self._ended = directory.clock.event()
         self._given_up = False
         self.error: StoreTimeoutError | None = None
         if directory.reads.rests:
-            self._found = self._seen()
             self._ended.set()
         else:
             directory.lookups.submit([RefusableJob(self._run, self._ended.set)])
@@ -627,34 +637,19 @@ class _Question:
         """Return the results until the deadline, in the order of the keys; remaining keys count as missing."""
         if not self._ended.wait(max(0.0, deadline - self._directory.clock.monotonic())):
             self._given_up = True
-            if not self._tested:
+            if not self._found:
                 self.error = StoreTimeoutError("it does not answer", where=self._directory.layout.root)
                 self._directory.reads.failed(self.error)
         return list(self._found)
 
-    def _seen(self) -> list[bool]:
-        young, old = self._recent.generations()
-        return [key in young or key in old for key in self._keys]
-
     def _run(self) -> None:
         try:
-            self._look()
+            for key in self._keys:
+                self._found.append(self._directory.holds(key))
+                if self._given_up:
+                    break
         finally:
             self._ended.set()
-
-    def _look(self) -> None:
-        directory, there = self._directory, []
-        for key, known in zip(self._keys, self._seen(), strict=True):
-            found = known
-            if not known:
-                found = directory.holds(key)
-                self._tested += 1
-                if found:
-                    there.append(key)
-            self._found.append(found)
-            if self._given_up:
-                break
-        self._recent.generations()[0].update(there)
 
 
 def _sum_of_known(figures: Sequence[int | None]) -> int | None:

@@ -31,7 +31,7 @@ from ucm.store.format import (
     uncompress,
     verify,
 )
-from ucm.store.tier import CompressingOptions, RecentKeys, TierOptions, ValueTier
+from ucm.store.tier import CompressingOptions, TierOptions, ValueTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +195,6 @@ class RemoteTier(ValueTier):
         version = VERSION if place.config.authentication_key_file is None else AUTHENTICATED_VERSION
         self._format = f"ucm{version}{self._client.separator}"
         self._prefix = f"{self._format}{namespace_digest(place.namespace).hex()}{self._client.separator}"
-        self._recent = RecentKeys(place.config.lookup_cache_keys, place.config.lookup_cache_seconds, clock=place.clock)
 
     @property
     def resting(self) -> float:
@@ -203,28 +202,14 @@ class RemoteTier(ValueTier):
         return self._client.resting
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Look up keys on the servers, except keys that were found recently."""
-        young, old = self._recent.generations()
-        unknown = [key for key in keys if key not in young and key not in old]
-        if not unknown:
-            return [True] * len(keys)
-        failure: StoreError | None = None
-        answered = len(unknown) < len(keys)
-        there = set()
-        for key, found in zip(unknown, self._client.exists(list(map(self._name, unknown)), deadline), strict=True):
-            if isinstance(found, StoreError):
-                failure = failure or found
-                continue
-            answered = True
-            if found:
-                there.add(key)
-        young |= there
-        if failure is not None:
-            if not answered:
-                raise failure
-            self.counters.failed("lookup", failure)  # the servers answer, so do not raise
-        lacking = set(unknown) - there
-        return [key not in lacking for key in keys]
+        """Look up keys on the servers."""
+        answers = self._client.exists(list(map(self._name, keys)), deadline)
+        failures = [answer for answer in answers if isinstance(answer, StoreError)]
+        if failures:
+            if len(failures) == len(answers):
+                raise failures[0]
+            self.counters.failed("lookup", failures[0])  # some servers answer, so do not raise
+        return [answer is True for answer in answers]
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Load the blocks' values: each is received directly into its memory, or as a whole if it is compressed."""
@@ -240,7 +225,6 @@ class RemoteTier(ValueTier):
             if failure is None:
                 outcomes.append(False)
                 continue
-            self._recent.drop(block.key)
             is_kept = isinstance(failure, BlockMissingError | StoreUnavailableError | BlockCompressedError)
             outcomes.append(failure if is_kept else self.damaged(block.key, failure, deadline))
         return outcomes
@@ -249,8 +233,6 @@ class RemoteTier(ValueTier):
         """Return the value, whatever its length."""
         (found,) = self._client.fetch([self._name(key)], self.codec.file_nbytes if self.codec else None, deadline)
         if isinstance(found, StoreError):
-            if isinstance(found, BlockMissingError):
-                self._recent.drop(key)
             raise found
         return found
 
@@ -258,13 +240,11 @@ class RemoteTier(ValueTier):
         """Store a whole block as one value, by one request, compressed if that is configured."""
         stored = known_codec(self.codec).pack(pieces) if self._compresses else pieces
         self._client.put(self._name(key), stored, deadline)
-        self._recent.generations()[0].add(key)
         if self._compresses:
             self.counters.compressed(nbytes_of(stored))
 
     def remove(self, key: BlockKey, deadline: float) -> None:
         """Delete the value by one request."""
-        self._recent.drop(key)
         self._client.remove(self._name(key), deadline)
 
     def stored(self) -> Iterator[StoredValue]:

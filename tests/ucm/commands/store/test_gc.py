@@ -255,7 +255,7 @@ def test_an_engine_goes_on_when_its_namespace_is_deleted(kept: Kept, ask: Callab
 
     def work() -> None:
         # A save may fail while directories vanish, but not for long.
-        config = StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0, rest_seconds=0.0)
+        config = StoreConfig(directories=(str(kept.root),), rest_seconds=0.0)
         with open_store(config, BIG, EVEN) as store:
             number = 100
             while not ended.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.commands.store.test_lookup import below_the_disk, config, prompt  # noqa: F401 - fixtures
-from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, described, keys  # noqa: F401 - a fixture
-from ucm.store.base import BlockCorruptError
+from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
+from ucm.config.settings import format_size
+from ucm.hashing.request_content import RequestContent
+from ucm.hashing.request_hasher import RequestHasher
+from ucm.salts import tag_name, tag_of_salt
+from ucm.store.base import BlockCorruptError, BlockKey
 from ucm.store.config import StoreConfig
-from ucm.store.factory import open_store
+from ucm.store.factory import open_store, open_tier
 from ucm.store.posix import layout as posix_layout
 from ucm.store.posix import tier
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import touch, unlink
+from ucm.store.posix.scan import evict, scan
 from ucm.store.tier import used_until
 from ucm.testing.blocks import key, save
 
@@ -142,6 +148,55 @@ def test_a_lease_that_is_too_long_is_refused(run: Callable[..., Answer]) -> None
     answer = run("pin", "--for", "2d")
     assert answer.code != 0
     assert "a lease of 172800 seconds is too long: the longest has 86400" in answer.err
+
+
+def test_pins_that_would_not_be_kept_are_refused(
+    run: Callable[..., Answer],
+    ask: Callable[..., Answer],
+    config: Path,  # noqa: F811 - the file
+    tmp_path: Path,
+) -> None:
+    """A salt may pin what others leave of half of the capacity, and at least its part; then the evictor keeps it."""
+    root, salt = config.parent / "kv", tmp_path / "salt"
+    nbytes = files(config)[0].stat().st_size
+    assert 6 * nbytes < 73 << 10 < 7 * nbytes
+    config.write_text(f"store: {{directories: {root}, posix_capacity: 146KiB}}\n", encoding="utf-8")
+    salt.write_text("a tenant", encoding="utf-8")
+    salt.chmod(0o600)
+    tenants = [
+        BlockKey(one)
+        for one in RequestHasher(b"seed").generate_block_hashes(TOKENS, SIZE, RequestContent(salt="a tenant"))
+    ]
+    posix = StoreConfig(directories=(str(root),))
+    with open_store(posix, f"{NAMESPACE}/g0", GEOMETRY) as store:
+        save(store, tenants, GEOMETRY)
+    assert run("pin", "--for", "1h").code == 0
+    answer = run("pin", "--for", "2h", "--salt-file", salt)
+    assert answer.code == 2
+    tag, size = tag_name(tag_of_salt("a tenant").hex()), format_size
+    assert f"{tag} may pin {size(3 * nbytes)} beside what others have pinned; it has {size(0)} pinned" in answer.err
+    assert f"this adds {size(5 * nbytes)}\n  where: {root}" in answer.err
+    plain = config.read_text(encoding="utf-8")
+    config.write_text(plain.replace("}", ", share_weights: {no-salt: 1}}"), encoding="utf-8")
+    answer = run("pin", "--for", "2h", "--salt-file", salt)
+    assert (answer.code, f"{tag}, with all salts without a weight, may pin" in answer.err) == (2, True)
+    config.write_text(plain, encoding="utf-8")
+    layout, rules = Layout(str(root), f"{NAMESPACE}/g0"), LeaseRules.of(posix)
+
+    def pinned() -> list[bool]:
+        stamps = [Path(layout.block(one)).stat().st_mtime_ns for one in tenants]
+        return [rules.is_pinned(stamp, time.time_ns()) for stamp in stamps]
+
+    assert not any(pinned())
+    with closing(open_tier(posix, "Posix", f"{NAMESPACE}/g0")) as tool:
+        tool.drop(tenants[3:])
+    assert run("pin", "--for", "30min", "--salt-file", salt).code == 0
+    assert run("pin", "--for", "2h").code == 0, "what is pinned may stay so for longer"
+    (found,) = ask("stat", "--json", "--config", config).data["directories"]
+    assert {one["salt"]: one["pinned_bytes"] for one in found["salts"]} == {"no-salt": 4 * nbytes, tag: 3 * nbytes}
+    evict(str(root), scan(str(root)), 1e12, lambda _: None, rules, 6 * nbytes)
+    assert [Path(layout.block(one)).exists() for one in tenants] == [True] * 3 + [False] * 2
+    assert sum(path.exists() for path in files(config)) == 3
 
 
 def test_nothing_stored_is_a_problem(run: Callable[..., Answer]) -> None:

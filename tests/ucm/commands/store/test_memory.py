@@ -87,7 +87,7 @@ def test_gc_deletes_nothing_where_the_memory_tier_names_a_store_on_disk(
 ) -> None:
     root = tmp_path / "kv"
     root.mkdir(mode=0o700)
-    config = StoreConfig(directories=(str(root),), lookup_cache_keys=0, save_nice=0)
+    config = StoreConfig(directories=(str(root),), save_nice=0)
     with open_store(config, "tiny/r0", EVEN) as opened:
         save(opened, KEYS, EVEN)
     for path in root.glob("*/??/*"):
@@ -111,7 +111,7 @@ def test_tiers_that_share_a_directory_are_refused(
     (tmp_path / "link").symlink_to(memory)
     posix, dram = (place.format(memory, tmp_path) for place in places)
     Path(posix).mkdir(parents=True, mode=0o700)
-    config = StoreConfig(directories=(posix,), lookup_cache_keys=0, save_nice=0)
+    config = StoreConfig(directories=(posix,), save_nice=0)
     with open_store(config, "tiny/r0", EVEN) as opened:
         save(opened, KEYS, EVEN)
     file = tmp_path / "ucm_config.yaml"

@@ -75,21 +75,49 @@ def test_all_ranks_and_only_what_a_window_reaches(
     assert described["of_all_ranks"]
     on_disk(config, keys(3)[2], ranks[1]).unlink()
     assert run("lookup", "--json").data["groups"][1]["blocks"][2]["tiers"] == ["Cache"], "where all ranks have it"
-    settings: dict[str, Any] = {"pipeline": "Cache|Posix", "dram_directory": memory}
-    settings |= {"directories": str(config.parent / "kv"), "tiers": {"Posix": {"compression": "lossless"}}}
-    config.write_text(json.dumps({"store": settings}), encoding="utf-8")
-    answer = run("prefetch")
-    assert (answer.code, "several ranks cannot be prefetched where a tier compresses" in answer.err) == (2, True)
 
 
+def test_slices_of_heads_into_a_tier_that_compresses(
+    run: Callable[..., Answer],  # noqa: F811 - fixtures
+    config: Path,  # noqa: F811
+    tmp_path: Path,
+    memory: str,
+    described: dict[str, Any],  # noqa: F811
+) -> None:
+    """They are alike on all ranks, so that one of them tells what a block holds."""
+    (full,) = described["facts"].stored
+    slices = tuple(f"{NAMESPACE}/kv{place}of2-g0" for place in range(2))
+    described["facts"] = replace(
+        described["facts"], stored=(replace(full, group=replace(full.group, slices=2), ranks=slices),)
+    )
+    root = str(tmp_path / "other")
+    for namespace in slices:
+        with open_store(StoreConfig(pipeline="Dram", dram_directory=memory), namespace, GEOMETRY) as opened:
+            assert not save(opened, keys(5), GEOMETRY).failed
+    compression: dict[str, Any] = {"tiers": {"Posix": {"compression": "lossless"}}}
+    settings = {"pipeline": "Posix|Dram", "dram_directory": memory, "directories": root, **compression}
+    config.write_text(json.dumps({"store": settings, "kv_head_shards": 2}), encoding="utf-8")
+    answer = run("prefetch", "--json")
+    assert answer.code == 0, answer.err
+    assert answer.data["copied"] == 10
+    copied = StoreConfig(pipeline="Posix", directories=(root,), **compression)
+    for namespace in slices:
+        with open_store(copied, namespace, GEOMETRY) as opened:
+            assert fetch(opened, keys(5), GEOMETRY) == ({block: content(block, GEOMETRY) for block in keys(5)}, {})
+
+
+@pytest.mark.parametrize("ranks", [(G0,), (G0, f"{G0}-other")])
 @pytest.mark.parametrize("pipeline", ["Dram|Posix", "Posix|Dram"])
 def test_compressed_and_authenticated_blocks(
     run: Callable[..., Answer],  # noqa: F811 - fixtures
     config: Path,  # noqa: F811
     tmp_path: Path,
     memory: str,
+    described: dict[str, Any],  # noqa: F811
     pipeline: str,
+    ranks: tuple[str, ...],
 ) -> None:
+    """What several ranks store can be read without its geometry, but not be compressed."""
     assert run("drop").code == 0, "what the fixture has stored is not authenticated"
     first, lower = pipeline.split("|")
     root = tmp_path / "other"
@@ -101,16 +129,27 @@ def test_compressed_and_authenticated_blocks(
         "tiers": {"Posix": {"compression": "lossless"}},
     }
     settings: dict[str, Any] = {**store, "directories": (str(root),)}
-    tiers = {name: options for name, options in store["tiers"].items() if name == lower}
-    with open_store(StoreConfig(**{**settings, "pipeline": lower, "tiers": tiers}), G0, GEOMETRY) as opened:
-        assert not save(opened, keys(5), GEOMETRY).failed
+
+    def alone(tier: str) -> StoreConfig:
+        tiers = {name: options for name, options in store["tiers"].items() if name == tier}
+        return StoreConfig(**{**settings, "pipeline": tier, "tiers": tiers})
+
+    for namespace in ranks:
+        with open_store(alone(lower), namespace, GEOMETRY) as opened:
+            assert not save(opened, keys(5), GEOMETRY).failed
     config.write_text(json.dumps({"store": {**store, "pipeline": pipeline}}), encoding="utf-8")
+    (stored,) = described["facts"].stored
+    described["facts"] = replace(described["facts"], stored=(replace(stored, ranks=ranks),))
+    if first == "Posix" and len(ranks) > 1:
+        answer = run("prefetch")
+        assert (answer.code, "cannot be prefetched into a tier that compresses" in answer.err) == (2, True)
+        return
     assert run("prefetch").code == 0
     assert run("demote").code == 0
-    assert run("prefetch", "--json").data["copied"] == 5
-    tiers = {name: options for name, options in store["tiers"].items() if name == first}
-    with open_store(StoreConfig(**{**settings, "pipeline": first, "tiers": tiers}), G0, GEOMETRY) as opened:
-        assert fetch(opened, keys(5), GEOMETRY) == ({block: content(block, GEOMETRY) for block in keys(5)}, {})
+    assert run("prefetch", "--json").data["copied"] == 5 * len(ranks)
+    for namespace in ranks:
+        with open_store(alone(first), namespace, GEOMETRY) as opened:
+            assert fetch(opened, keys(5), GEOMETRY) == ({block: content(block, GEOMETRY) for block in keys(5)}, {})
 
 
 def test_from_a_server(

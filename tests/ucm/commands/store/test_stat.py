@@ -222,14 +222,14 @@ def test_salts(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.Monke
         old.rename(new)
     (directory,) = ask("stat", "--json", "--directory", kept.root).data["directories"]
     assert directory["salts"] == [
-        {"salt": "no-salt", "blocks": 4, "bytes": 4 * FILE},
-        {"salt": names[1], "blocks": 3, "bytes": 3 * FILE},
-        {"salt": names[2], "blocks": 1, "bytes": FILE},
+        {"salt": "no-salt", "blocks": 4, "bytes": 4 * FILE, "pinned_bytes": 0},
+        {"salt": names[1], "blocks": 3, "bytes": 3 * FILE, "pinned_bytes": 0},
+        {"salt": names[2], "blocks": 1, "bytes": FILE, "pinned_bytes": 0},
     ]
     monkeypatch.setattr(stat, "_MOST_SALTS", 1)
     last = ask("stat", "--directory", kept.root).out.splitlines()[-3:]
     assert [line.split() for line in last] == [
-        ["salt", "blocks", "bytes"],
-        ["no-salt", "4", *format_size(4 * FILE).split()],
-        ["2", "other", "salts", "4", *format_size(4 * FILE).split()],
+        ["salt", "blocks", "bytes", "pinned"],
+        ["no-salt", "4", *format_size(4 * FILE).split(), *format_size(0).split()],
+        ["2", "other", "salts", "4", *format_size(4 * FILE).split(), *format_size(0).split()],
     ]

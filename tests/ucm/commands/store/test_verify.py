@@ -103,7 +103,7 @@ def test_engines_may_be_at_work(kept: Kept, ask: Callable[..., Answer]) -> None:
 
     def work() -> None:
         number = 100
-        with open_store(StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0), BIG, EVEN) as store:
+        with open_store(StoreConfig(directories=(str(kept.root),)), BIG, EVEN) as store:
             while not ended.is_set():
                 fresh = [key(number), key(number + 1)]
                 save(store, fresh, EVEN)

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
 
+from tests.clock import SimulatedClock
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine, Work
 from tests.ucm.sparse.beside_connector import ENGINES, check_engines, prompts, truth_of
 from ucm.sparse.blocks import SinksAndWindow
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from pathlib import Path

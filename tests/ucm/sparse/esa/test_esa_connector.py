@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.sparse.esa.offloaded import OffloadedNews
-    from ucm.testing.clock import SimulatedClock
 
 OPTIONS = {"sink_tokens": 3, "window_tokens": 10, "token_budget": 12}
 GARBAGE = 0xBAD

@@ -19,7 +19,7 @@ from ucm.sparse.factory import create_method
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 
 def config(**others: Any) -> Any:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.base import KVStore
-    from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

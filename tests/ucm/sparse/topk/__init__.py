@@ -1,1 +1,1 @@
-"""`BlockTopK`, its summaries of blocks and its probe."""
+"""`BlockTopK`, and its summaries of blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,31 +15,26 @@ from tests.ucm.sparse.fake_view import metadata
 from tests.ucm.sparse.steps import step
 from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, KV_HEADS, LAYERS, LONG, SIZE, cache, method, run, view_of
 from ucm.sparse.topk import samples
+from ucm.sparse.topk.samples import masses_of, products
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure every choice, and read few keys at once."""
-    monkeypatch.setattr(samples, "EVERY", 1)
-    monkeypatch.setattr(samples, "FIRST", 0)
+@pytest.fixture(autouse=True)
+def _few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "AT_ONCE", 3 * SIZE * KV_HEADS * HEAD)
 
 
-def share(query: torch.Tensor, keys: torch.Tensor, blocks: list[int], read: list[int], tokens: int) -> float:
-    """The share of the attention to the read tokens, the mean over heads, in 64 bits."""
-    places = [place for place, block in enumerate(blocks) for _ in range(SIZE) if block in read]
+def by_block(query: torch.Tensor, keys: torch.Tensor, blocks: list[int], tokens: int) -> list[float]:
+    """The share of the attention to each block, the mean over heads, in 64 bits."""
     flat = keys[blocks].flatten(0, 1)[:tokens].double()  # [tokens, num_kv_heads, head_size]
     of_heads = flat.repeat_interleave(HEADS // KV_HEADS, 1)
     weights = (torch.einsum("hd,thd->ht", query.double(), of_heads) * HEAD**-0.5).softmax(-1)
-    kept = torch.tensor([token // SIZE in places for token in range(tokens)])
-    return float(weights[:, kept].sum(-1).mean())
+    return [float(weights[:, place : place + SIZE].sum(-1).mean()) for place in range(0, tokens, SIZE)]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.6}], ids=["whole budget", "top-p"])
-@pytest.mark.usefixtures("always")
 def test_the_share_is_that_of_what_is_read(options: dict[str, Any]) -> None:
     """Rows take turns; the last block is incomplete, and with a top-p rows read fewer blocks than their table has."""
-    made, kv, wanted = method(**options), cache(1), 0.0
+    made, kv, kept, needed = method(sample_every=1, **options), cache(1), dict.fromkeys(LAYERS[1:], 0.0), 0.0
     tables = [LONG, list(range(20, 28))]
     for computed in (29, 30):
         batch = step(("a", computed, 1, 8), ("b", computed - 1, 1, 8))
@@ -46,18 +42,37 @@ def test_the_share_is_that_of_what_is_read(options: dict[str, Any]) -> None:
         for number, used in enumerate(run(made, batch, metadata(batch, tables), kv, query)[1:]):
             count = -(-int(used.seq_lens[number]) // SIZE)
             read = used.block_table[number, :count].tolist()
-            wanted += share(query[number], kv[0], tables[number], read, computed + 1 - number)
-    found = made.figures()
+            masses = by_block(query[number], kv[0], tables[number], computed + 1 - number)
+            kept[LAYERS[1 + number]] += sum(masses[place] for place in range(8) if tables[number][place] in read)
+            largest = list(accumulate(sorted(masses, reverse=True)))
+            needed += (1 + sum(held < 0.95 for held in largest)) / len(masses)
+    found, wanted = made.figures(), sum(kept.values())
     assert found["attention_samples"] == 4
     assert found["attention_kept"] == pytest.approx(wanted, abs=1e-5)
     assert 0 < wanted < 4
-    assert f"{wanted / 4:.1%} of the attention kept in 4 samples" in made.summary()
+    assert 0 < needed < 4
+    layer, worst = min(kept.items(), key=lambda pair: pair[1])
+    assert made.summary().endswith(
+        f"{wanted / 4:.1%} of the attention kept in 4 samples, {worst / 2:.1%} in {layer}; "
+        f"95% of it is in {needed / 4:.1%} of the context"
+    )
+
+
+def test_masses_are_those_of_attention() -> None:
+    source = torch.Generator().manual_seed(0)
+    query, keys = torch.randn((2, 4, 8), generator=source), torch.randn((2, 3, 5, 2, 8), generator=source)
+    found = masses_of(products(query, keys), 5, 13)
+    torch.testing.assert_close(found.sum(-1), torch.ones(2))
+    wanted = torch.zeros(3)
+    for head in range(4):
+        weights = (keys[1, :, :, head // 2].flatten(0, 1)[:13] @ query[1, head] * 8**-0.5).softmax(0)
+        wanted += torch.stack([weights[:5].sum(), weights[5:10].sum(), weights[10:].sum()]) / 4
+    torch.testing.assert_close(found[1], wanted)
 
 
 def test_few_choices_are_measured_and_all_layers_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "EVERY", 7)
     monkeypatch.setattr(samples, "FIRST", 3)
-    made, kv, measured = method(), cache(), []
+    made, kv, measured = method(sample_every=7), cache(), []
     batch, query = step(("a", 29, 1, 8)), torch.ones((1, HEADS, HEAD))
     for _ in range(14):
         made.execute_begin(None, None, batch)
@@ -70,9 +85,8 @@ def test_few_choices_are_measured_and_all_layers_get_their_turn(monkeypatch: pyt
     assert measured == [LAYERS[1], LAYERS[2], LAYERS[1], LAYERS[2]]  # the choices 3, 10, 17 and 24 of two layers
 
 
-@pytest.mark.usefixtures("always")
 def test_a_failure_to_measure_makes_its_request_dense() -> None:
-    made, kv, batch = method(), cache(), step(("a", 29, 1, 8))
+    made, kv, batch = method(sample_every=1), cache(), step(("a", 29, 1, 8))
     query, dense = torch.ones((1, HEADS, HEAD)), metadata(batch, [LONG])
     made.execute_begin(None, None, batch)
     made.attention_begin(LAYERS[1], query, query, query, kv, dense)

@@ -32,10 +32,6 @@ ASCEND = "vllm_ascend.ascend_forward_context"
 OTHER = "use UCMConnector, which loads exact prefixes, for this model"
 
 
-class _ReachedError(Exception):
-    """Ends a forward pass at a layer."""
-
-
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Runs of one request as the rows of a forward pass.
@@ -140,15 +136,10 @@ class LayerCaches:
         Returns:
             The keys and values as written.
         """
-        keys = self._rotations[self.names[layer]].done(free[0], positions)
-        values = free[1].contiguous()
-        self.put(layer, slots, keys, values)
-        return keys, values
-
-    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values, each ``[n, heads, head_size]``, as the model has computed them for their positions."""
         name = self.names[layer]
+        keys, values = self._rotations[name].done(free[0], positions), free[1].contiguous()
         self._view.write(name, self._caches[name], keys, values, slots)
+        return keys, values
 
     def read(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values at some positions, each ``[n, heads, head_size]``."""
@@ -213,32 +204,6 @@ class LayerCaches:
         more = {name: value for name, value in more.items() if name in known}
         with begin(by_layer, self._config, num_tokens=len(rows.positions), **more):
             yield
-
-    @contextmanager
-    def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
-        """End a forward pass of the model where it calls a layer's attention.
-
-        Args:
-            layer: The layer's index in `names`.
-
-        Yields:
-            A list that gets the keys and the values of that call, each ``[n, heads, head_size]``; it stays empty if the
-            pass runs to its end.
-        """
-        found: list[Tensor] = []
-
-        def reached(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            arguments = dict(zip(("query", "key", "value"), given, strict=False)) | named
-            found.extend(arguments[name].view(-1, self.heads, self.head_size) for name in ("key", "value"))
-            raise _ReachedError
-
-        hook = self._layers[self.names[layer]].register_forward_pre_hook(reached, with_kwargs=True)
-        try:
-            yield found
-        except _ReachedError:
-            pass
-        finally:
-            hook.remove()
 
     @contextmanager
     def attention(self, blocks: Tensor, reach: int, asking: int) -> Iterator[Tensor]:

@@ -34,6 +34,8 @@ from ucm.compat import (
     wants_prompt_logprobs,
 )
 from ucm.integration.vllm import metric_names as names
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.staging import Query
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry
 
@@ -42,15 +44,19 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from ucm.config.settings import BlendSettings
-    from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
+    from ucm.integration.vllm.connector.staging import Lookup, Stager
     from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey, KVStore
-    from ucm.store.memory.slab import Slab, SlabAddress
+    from ucm.store.memory.slab import Row, Slab, SlabAddress
 
 #: The time limit for the workers to report their piece geometry, from the first step on.
 ANSWERS_SECONDS = 10.0
 #: How long an idle step waits for a lookup.
 IDLE_SECONDS = 0.05
+#: What the stager takes for a KV-cache group: a chunk is looked up like a prefix, with a piece for each token.
+PIECES = CacheGroups((CacheGroup(0, 1, None, {}, ()),))
+#: The most chunks that are staged at the same time, so that the latency of a slow medium counts once for a prompt.
+AT_ONCE = 32
 #: The marker that a worker adds to its geometry when it has refused its model.
 REFUSED = "refused"
 
@@ -173,7 +179,7 @@ class BlendRequest:
         chunks: Its usable chunks.
         keys: The keys of each chunk's pieces.
         names: Its block hashes in vLLM's own prefix cache.
-        lookup: Its lookup in the store, until it is used.
+        lookups: Those of its chunks in the store, until they are used; each finds its chunk as a whole or not at all.
         end: The end of the last reported stretch; 0 for none.
         computed: The start of that stretch.
         blended: Whether some of its KV is approximate; this never changes back.
@@ -186,7 +192,7 @@ class BlendRequest:
     chunks: list[Chunk] = field(default_factory=list)
     keys: list[list[BlockKey]] = field(default_factory=list)
     names: OwnNames | None = None
-    lookup: ChunkLookup | None = None
+    lookups: list[Lookup] = field(default_factory=list)
     end: int = 0
     computed: int = 0
     blended: bool = False
@@ -215,7 +221,7 @@ class BlendScheduler:
         settings: BlendSettings,
         block_size: int,
         slab: Slab,
-        stager: ChunkStager,
+        stager: Stager,
         counters: ConnectorCounters,
         *,
         batches: int = 1,
@@ -237,7 +243,7 @@ class BlendScheduler:
         self._names = ChunkNames(b"")
         self._requests: dict[str, BlendRequest] = {}
         self._to_blend: dict[str, BlendRequest] = {}
-        self._holds: list[tuple[int, ChunkLookup]] = []
+        self._holds: list[tuple[int, list[Lookup]]] = []
         self._said: set[str] = set()
         self._step = 0
 
@@ -268,11 +274,11 @@ class BlendScheduler:
             return 0
         if not self._begun():
             return None if self._open is not None and not self._off else 0
-        if state.lookup is None:
-            state.lookup = self._stager.submit(state.keys)
-        if not self._stager.poll(state.lookup):
+        if not state.lookups:
+            state.lookups = [self._stager.submit(Query((keys,), 0, len(keys), len(keys))) for keys in state.keys]
+        if not all(self._stager.poll(lookup) for lookup in state.lookups):
             return None
-        stored = [chunk for chunk, rows in zip(state.chunks, state.lookup.rows, strict=True) if rows is not None]
+        stored = [chunk for chunk, lookup in zip(state.chunks, state.lookups, strict=True) if lookup.end]
         # vLLM computes at least one token, whose logits give the next one.
         limit = min(request.num_tokens - 1, request.num_prompt_tokens)
         end = blended_end(stored, computed, limit, self._block_size)
@@ -322,9 +328,8 @@ class BlendScheduler:
         if state is None:
             return None
         found = Counter[str]()
-        rows = [] if state.lookup is None else state.lookup.rows
-        for chunk, of_chunk in zip(state.chunks, rows, strict=False):
-            for piece, row in enumerate(of_chunk or ()):
+        for chunk, lookup in zip(state.chunks, state.lookups, strict=False):
+            for piece, row in enumerate(_rows(lookup)):
                 begin = chunk.start + piece * PIECE
                 end = min(begin + PIECE, chunk.end, state.computed + num_tokens)
                 found[row.tier] += max(0, end - max(begin, state.computed))
@@ -334,8 +339,10 @@ class BlendScheduler:
         """Return the workers' part of a step; `written` returns the blocks that it fills."""
         self._step += 1
         while self._holds and self._holds[0][0] <= self._step - self._batches:
-            self._stager.release(self._holds.pop(0)[1])
-        plan = BlendPlan(shares=self._stager.shares)
+            self._release(self._holds.pop(0)[1])
+        for cause in self._stager.failures():
+            self._counters.failed("load", cause, 1)
+        plan = BlendPlan(shares=self._stager.shares.get(0, ()))
         if self._open is not None and not self._stager.has_begun and not self._off:
             self._asked_since = self._asked_since or self._clock.monotonic()
             plan.slab = self._slab.address
@@ -351,7 +358,8 @@ class BlendScheduler:
             if state is not None and not state.saved:
                 plan.saves += self._save(state, state.request.num_computed_tokens + number)
         if not scheduler_output.total_num_scheduled_tokens:
-            waiting = [state.lookup for state in self._requests.values() if state.lookup is not None]
+            lookups = [lookup for state in self._requests.values() for lookup in state.lookups]
+            waiting = [lookup for lookup in lookups if not lookup.finished]
             if waiting and not self._to_blend:
                 self._stager.wait(waiting, IDLE_SECONDS)
         return plan
@@ -443,7 +451,7 @@ class BlendScheduler:
                 BlockGeometry(tuple(said["sizes"]), bytes.fromhex(said["fingerprint"]), said["element"])
                 for said in map(records.__getitem__, range(self._ranks))
             ]
-            self._stager.begin(self._open(geometries), geometries)
+            self._stager.begin({0: self._open(geometries)}, {0: geometries})
             return True
         elif self._asked_since is not None and self._clock.monotonic() - self._asked_since > ANSWERS_SECONDS:
             self._off = "no slab"
@@ -456,16 +464,15 @@ class BlendScheduler:
         return False
 
     def _blend(self, request_id: str, state: BlendRequest, written: AbstractSet[int], scheduled: int) -> Blend:
-        lookup, start, end = state.lookup, state.computed, state.end
+        lookups, start, end = state.lookups, state.computed, state.end
         asked = end + scheduled if self._settings.select == "question" else end
-        state.lookup = None
+        state.lookups = []
         chunks, places = [], []
-        if lookup is not None:
-            for chunk, rows in zip(state.chunks, lookup.rows, strict=False):
-                if rows is not None and chunk.end > start and chunk.start < end:
-                    chunks.append(chunk)
-                    places.append(self._stager.offsets(rows))
-            self._holds.append((self._step, lookup))
+        for chunk, lookup in zip(state.chunks, lookups, strict=False):
+            if lookup.end and chunk.end > start and chunk.start < end:
+                chunks.append(chunk)
+                places.append(self._stager.offsets(_rows(lookup)))
+        self._holds.append((self._step, lookups))
         blocks = state.block_ids[: -(-asked // self._block_size)]
         exact = enumerate(blocks[: -(-start // self._block_size)])
         unwritten = next((place * self._block_size for place, block in exact if block in written), start)
@@ -486,9 +493,12 @@ class BlendScheduler:
         return [ChunkSave(state.keys[0], chunk.tokens, state.block_ids[: -(-chunk.end // self._block_size)])]
 
     def _let_go(self, state: BlendRequest) -> None:
-        if state.lookup is not None:
-            self._stager.release(state.lookup)
-            state.lookup = None
+        self._release(state.lookups)
+        state.lookups = []
+
+    def _release(self, lookups: Sequence[Lookup]) -> None:
+        for lookup in lookups:
+            self._stager.release(lookup)
 
     def _count(self, state: BlendRequest, outcome: str) -> None:
         if outcome != state.outcome and not (state.blended and outcome == "miss"):
@@ -499,6 +509,12 @@ class BlendScheduler:
         if what not in self._said and len(self._said) < 100:  # noqa: PLR2004 - clients write these texts
             self._said.add(what)
             get_logger(__name__).warning("[UCM.Blend] %s", what)
+
+
+def _rows(lookup: Lookup) -> list[Row]:
+    """Return the staged pieces of a chunk; nothing if it was not found."""
+    of_chunk = lookup.rows.get(0, {})
+    return [of_chunk[piece] for piece in range(lookup.end)]
 
 
 def _has_no_chunks(request: Any) -> str:

@@ -19,14 +19,15 @@ from ucm.compat import (
 )
 from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
 from ucm.integration.vllm.blend.caches import LayerCaches
-from ucm.integration.vllm.blend.scheduler import BlendScheduler
-from ucm.integration.vllm.blend.staging import ChunkStager
+from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.kv_cache import cache_groups
 from ucm.integration.vllm.connector.prefix_cache import left_alone
+from ucm.integration.vllm.connector.saving import Saver
 from ucm.integration.vllm.connector.sides import create_slab
+from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.store.factory import opening_store
@@ -51,7 +52,7 @@ UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", 
 CHUNKS = "chunks"
 
 
-def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[Any]) -> None:
+def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
     """Refuse an engine in which no request can be blended.
 
     Raises:
@@ -90,12 +91,6 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
             "would find blended KV as exact",
             where="cache_config.enable_prefix_caching",
             fix="start vLLM with --no-enable-prefix-caching, or use a newer one",
-        )
-    if settings.select == "deviation" and not vllm_config.model_config.enforce_eager:
-        raise UnsupportedModelError(
-            "blend: select: deviation ends a forward pass at its check layer, which a compiled model cannot do",
-            where="model_config.enforce_eager",
-            fix="start vLLM with --enforce-eager, or set select: edges",
         )
 
 
@@ -198,7 +193,7 @@ class BlendSchedulerSide:
     ) -> None:
         self._clock = clock
         groups = cache_groups(vllm_config, kv_cache_config)
-        require_engine(vllm_config, blend, groups.groups)
+        require_engine(vllm_config, groups.groups)
         self._exact = exact
         self._config = settings.store.as_store_config()
         group = groups.groups[0]
@@ -211,7 +206,7 @@ class BlendSchedulerSide:
             blend,
             group.block_size,
             slab,
-            ChunkStager(slab, settings.staging_deadline, clock=clock),
+            Stager(PIECES, slab, settings.staging_deadline, self._config.rest_seconds, threads=AT_ONCE, clock=clock),
             exact.counters,
             batches=batches_in_flight(vllm_config),
             loads=transfer.is_kv_consumer,
@@ -285,7 +280,7 @@ class BlendWorkerSide:
         self._config = settings.store.as_store_config()
         self._blend = blend
         self._exact = exact
-        self._store: KVStore | None = None
+        self._saver: Saver | None = None
         self._caches: LayerCaches | None = None
         self._worker: BlendWorker | None = None
 
@@ -319,11 +314,13 @@ class BlendWorkerSide:
         """Blend before a step's forward pass, within its forward context."""
         if self._worker is None or self._caches is None:
             return
-        if self._store is None and step.namespace:
+        if self._saver is None and step.namespace:
             tag = rank_tag(self._vllm_config, self._group.index, spec=self._group.spec)
             where = f"{step.namespace}/{CHUNKS}/{tag}"
-            self._store = opening_store(self._config, where, self._caches.geometry, clock=self._clock)
-        self._worker.begin(step, plan, self._store)
+            geometry = self._caches.geometry
+            store = opening_store(self._config, where, geometry, clock=self._clock)
+            self._saver = Saver(store, geometry.nbytes, self._config.save_queue_bytes, clock=self._clock)
+        self._worker.begin(step, plan, self._saver)
         self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
 
     def save(self, step: StepPlan, plan: BlendPlan) -> None:
@@ -335,8 +332,9 @@ class BlendWorkerSide:
         """Finish pending saves, and close the store."""
         if self._worker is not None:
             self._worker.close()
-        if self._store is not None:
-            call_within(self._store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
+        if self._saver is not None:
+            self._saver.close()
+            call_within(self._saver.store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
 
     def _unchanged(self, step: StepPlan) -> bool:
         """Return whether the weights, and the authentication key, are those for which the step was planned."""

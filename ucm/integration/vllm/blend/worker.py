@@ -7,7 +7,6 @@ attention, so the result is that of a chunked prefill over the same cache.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused
 from ucm.clock import SYSTEM
 from ucm.integration.vllm import metric_names as names
 from ucm.integration.vllm.blend.scheduler import REFUSED
+from ucm.integration.vllm.connector.saving import SaveTask
 from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
 from ucm.rotary import differs, tolerance
@@ -23,7 +23,7 @@ from ucm.store.base import BlockTransfer
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.integration.vllm.connector.saving import Saver
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.base import KVStore, Task
     from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
 MOST_GATE_FAILURES = 3
-#: Deviations are summed over ranks as integers, with this many steps for each unit, and are clamped to this value.
+#: Shares of attention are summed over ranks as integers, with this many steps for each unit.
 _STEPS = 1 << 20
 
 
@@ -95,9 +95,9 @@ class BlendWorker:
         self._name = name
         self._slab = SlabReader(clock=clock)
         self._address: SlabAddress | None = None
-        self._store: KVStore | None = None
-        self._saving: list[tuple[Task, Sequence[BlockTransfer]]] = []  # with the memory that is read
-        self._unconfirmed = Unconfirmed(self._write, self._drop)
+        self._saver: Saver | None = None
+        self._under_way: list[SaveTask] = []
+        self._unconfirmed = Unconfirmed(SaveTask.confirm, SaveTask.drop)
         self._step = 0
         self._failures = 0
         self._unseen = False
@@ -107,15 +107,15 @@ class BlendWorker:
         """Whether the model failed the gate too often."""
         return self._failures >= MOST_GATE_FAILURES
 
-    def begin(self, step: StepPlan, plan: BlendPlan, store: KVStore | None) -> None:
+    def begin(self, step: StepPlan, plan: BlendPlan, saver: Saver | None) -> None:
         """Begin a step.
 
         Args:
             step: The step's plan for exact prefixes, which says which saves are confirmed.
             plan: The step's plan for blending.
-            store: The store of chunks, None until it is known.
+            saver: Saves chunks, a piece in each row; None until their store is known.
         """
-        self._store, self._step = store, step.step
+        self._saver, self._step = saver, step.step
         self._unconfirmed.begin(step)
         if plan.slab is not None and not self._slab.attached:
             self._address = plan.slab
@@ -139,9 +139,9 @@ class BlendWorker:
 
     def save(self, plan: BlendPlan) -> None:
         """Store the chunks that the step has computed, without their positions."""
-        if self._store is not None and not self.refused:
+        if self._saver is not None and not self.refused:
             for save in plan.saves:
-                self._save(save)
+                self._save(save, self._saver)
         self._settle()
 
     def close(self) -> None:
@@ -161,11 +161,9 @@ class BlendWorker:
         stretch = _Stretch(blend, blocks, tokens, attn_metadata)
         if blend.unwritten < blend.start:
             self._compute(stretch, [Run(blend.unwritten, blend.start)])
-        chunks, loaded = self._load(blend, shares, blocks, usable=usable)
+        loaded = self._load(blend, shares, blocks, usable=usable)
+        chunks = list(loaded)
         chosen = gaps_and_edges(chunks, blend.start, blend.end, self._edge_tokens)
-        if self._settings.select == "deviation":
-            more = self._most_deviating(stretch, chunks, loaded)
-            chosen = [one or other for one, other in zip(chosen, more, strict=True)]
         self._compute(stretch, runs_of(chosen, blend.start))
         if self._settings.select == "question":
             more = self._asked_about(stretch, chunks, chosen)
@@ -174,7 +172,7 @@ class BlendWorker:
             chosen = [one or other for one, other in zip(chosen, more, strict=True)]
             self._compute(stretch, runs_of(chosen[first:], blend.start + first))
         computed = sum(chosen)
-        wrong = self._wrong(blend, chunks, chosen, blocks, loaded)
+        wrong = self._wrong(blend, loaded, chosen, blocks)
         if wrong:
             # Everything computed behind the first of them has read its KV.
             begin = max(blend.start, wrong[0].start)
@@ -186,44 +184,39 @@ class BlendWorker:
 
     @property
     def _edge_tokens(self) -> int:
-        return self._settings.edge_tokens if self._settings.select in {"edges", "question"} else 0
+        return self._settings.edge_tokens if self._settings.select != "none" else 0
 
     def _load(
         self, blend: Blend, shares: tuple[int, ...], blocks: Tensor, *, usable: bool
-    ) -> tuple[list[Chunk], dict[Chunk, dict[int, tuple[Tensor, Tensor]]]]:
+    ) -> dict[Chunk, tuple[Tensor, Tensor]]:
         """Write chunks to the caches; if one rank cannot use a chunk, no rank does.
 
         Returns:
-            The chunks that all ranks could use, and their keys and values as written to the layers that are checked
-            later.
+            The chunks that all ranks could use, each with its keys and values as written to the first layer.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 
         caches = self._caches
-        looked_at = {0, self._check_layer} if self._settings.select == "deviation" else {0}
         found: list[Tensor | None] = [
             self._copy(chunk, places, shares) if usable else None
             for chunk, places in zip(blend.chunks, blend.places, strict=True)
         ]
         missing = torch.tensor([pieces is None for pieces in found], dtype=torch.int64).to(caches.device)
         lost = caches.sum_over_ranks(missing).tolist() if found else []
-        chunks, loaded = [], {}
+        loaded = {}
         for chunk, pieces, failed in zip(blend.chunks, found, lost, strict=True):
             if failed or pieces is None:
                 continue
             begin, end = max(chunk.start, blend.start), min(chunk.end, blend.end)
             positions = torch.arange(begin, end, device=caches.device)
             slots = caches.slots(blocks, positions)
-            kept = {}
             for layer in range(len(caches.names)):
                 # [pieces, 2, PIECE, …] → [2, tokens, …]
                 free = pieces[:, layer].transpose(0, 1).flatten(1, 2)[:, begin - chunk.start : end - chunk.start]
                 written = caches.write(layer, positions, slots, free.to(caches.device))
-                if layer in looked_at:
-                    kept[layer] = written
-            chunks.append(chunk)
-            loaded[chunk] = kept
-        return chunks, loaded
+                if layer == 0:
+                    loaded[chunk] = written
+        return loaded
 
     def _copy(self, chunk: Chunk, places: Sequence[int], shares: tuple[int, ...]) -> Tensor | None:
         """Copy a chunk's pieces from the slab, ``[pieces, layers, …]`` in host memory; None if they cannot be read."""
@@ -253,72 +246,7 @@ class BlendWorker:
         of_rows = stretch.tokens[rows.positions - stretch.blend.unwritten]
         self._model(input_ids=of_rows, positions=rows.positions)
 
-    def _compute_up_to(self, stretch: _Stretch, layer: int, runs: Sequence[Run]) -> tuple[Tensor, Tensor] | None:
-        """Run the model over some tokens of a blend up to a layer's attention, and write their KV of that layer, too.
-
-        Returns:
-            Their keys and values in that layer, each ``[tokens, heads, head_size]``; None if there are no tokens, or
-            the model does not call the layer as a module, and so was run as a whole.
-        """
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        caches, found = self._caches, []
-        for batch in passes(runs, self._most_tokens):
-            rows = caches.rows(batch, stretch.blocks)
-            with caches.context(rows, stretch.attn_metadata), caches.ending_at(layer) as reached:
-                self._run(stretch, rows)
-            if not reached:
-                return None
-            caches.put(layer, rows.slots, *reached)
-            found.append(reached)
-        if not found:
-            return None
-        keys, values = (torch.cat(of) for of in zip(*found, strict=True))
-        return keys, values
-
     # Checks
-
-    @property
-    def _check_layer(self) -> int:
-        return min(self._settings.check_layer, len(self._caches.names) - 1)
-
-    def _most_deviating(self, stretch: _Stretch, chunks: Sequence[Chunk], loaded: Mapping[Chunk, Any]) -> list[bool]:
-        """Select the reused tokens whose stored KV deviates most from the computed KV in the check layer.
-
-        Only the layers before it are computed, and only for these tokens. The chunk that begins the prompt was stored
-        from the same position, so it does not deviate. The gaps are computed later, and here only as far as the others
-        read them: for layer 1, that is their KV of the first layer, which needs no attention.
-        """
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        start, end, layer = stretch.blend.start, stretch.blend.end, self._check_layer
-        moved = [chunk for chunk in chunks if chunk.start]
-        spans = reused_spans(moved, start, end)
-        if not spans:
-            return [False] * (end - start)
-        compared = _flags(spans, start, end)
-        gaps = [not reused for reused in _flags(reused_spans(chunks, start, end), start, end)]
-        if layer == 1:
-            self._compute_up_to(stretch, 0, runs_of(gaps, start))
-        read = compared if layer <= 1 else [one or other for one, other in zip(compared, gaps, strict=True)]
-        computed = self._compute_up_to(stretch, layer, runs_of(read, start))
-        if computed is None:
-            get_logger(__name__).warning(
-                "[UCM.Blend] %s does not call its layer %d as a module: all tokens of a blended stretch are computed",
-                self._name or "the model",
-                layer,
-            )
-            return [True] * (end - start)
-        deviation = torch.zeros(end - start, device=self._caches.device)
-        places = torch.tensor(compared, device=self._caches.device)
-        of_read = places[torch.tensor(read, device=self._caches.device)]
-        for plane, now in enumerate(computed):
-            was = torch.cat([loaded[chunk][layer][plane] for chunk in moved]).float()
-            difference = (now[of_read].float() - was).flatten(1).square().sum(dim=1)
-            deviation[places] += difference / was.square().mean().clamp_min(1e-6)
-        whole = (torch.nan_to_num(deviation, nan=_STEPS).clamp_max(_STEPS) * _STEPS).to(torch.int64)
-        added = self._caches.sum_over_ranks(whole).tolist()
-        return highest(added, start, spans, self._settings.ratio)
 
     def _asked_about(self, stretch: _Stretch, chunks: Sequence[Chunk], computed: Sequence[bool]) -> list[bool]:
         """Select the reused tokens to which the tokens after the stretch pay most attention.
@@ -355,12 +283,7 @@ class BlendWorker:
         return highest(scores, blend.start, spans, self._settings.ratio)
 
     def _wrong(
-        self,
-        blend: Blend,
-        chunks: Sequence[Chunk],
-        chosen: Sequence[bool],
-        blocks: Tensor,
-        loaded: Mapping[Chunk, Any],
+        self, blend: Blend, loaded: Mapping[Chunk, tuple[Tensor, Tensor]], chosen: Sequence[bool], blocks: Tensor
     ) -> list[Chunk]:
         """Return the chunks whose KV in the first layer is not what the model has computed there.
 
@@ -370,20 +293,20 @@ class BlendWorker:
 
         caches, allowed = self._caches, tolerance(self._caches.dtype)
         worst = []
-        for chunk in chunks:
+        for chunk, written in loaded.items():
             begin, end = max(chunk.start, blend.start), min(chunk.end, blend.end)
             places = [place for place in range(begin, end) if chosen[place - blend.start]]
             positions = torch.tensor(places, dtype=torch.int64, device=caches.device)
             off = [
                 differs(was[positions - begin], now).max()
-                for was, now in zip(loaded[chunk][0], caches.read(0, blocks, positions), strict=True)
+                for was, now in zip(written, caches.read(0, blocks, positions), strict=True)
             ]
             worst.append(torch.stack(off).max())
         if not worst:
             return []
         outside = (torch.stack(worst) > allowed).to(torch.int64)
         failed = caches.sum_over_ranks(outside).tolist()
-        wrong = [chunk for chunk, ranks in zip(chunks, failed, strict=True) if ranks]
+        wrong = [chunk for chunk, ranks in zip(loaded, failed, strict=True) if ranks]
         if wrong:
             self._note_failures(len(wrong), float(torch.stack(worst).max()), allowed)
         return wrong
@@ -412,49 +335,42 @@ class BlendWorker:
 
     # Storing
 
-    def _save(self, save: ChunkSave) -> None:
+    def _save(self, save: ChunkSave, saver: Saver) -> None:
         import torch  # noqa: PLC0415 - vLLM brings it
 
+        task = saver.begin(save.keys, [0] * len(save.keys))
+        self._under_way.append(task)
+        if len(task.rows) < len(save.keys):  # a chunk is of use as a whole only
+            task.drop()
+            return
         caches = self._caches
-        layers, pieces = len(caches.names), len(save.keys)
+        layers = len(caches.names)
         blocks = caches.blocks(save.block_ids)
         positions = torch.arange(save.tokens, device=caches.device)
-        room = torch.zeros((pieces, layers, *caches.piece_shape), dtype=caches.dtype)
+        pieces = [
+            torch.frombuffer(row, dtype=caches.dtype).view(layers, *caches.piece_shape).zero_() for row in task.rows
+        ]
         for layer in range(layers):
             for plane, found in enumerate(caches.read_free(layer, blocks, positions)):
-                host = found.cpu()
-                for piece in range(pieces):
-                    part = host[piece * PIECE : (piece + 1) * PIECE]
-                    room[piece, layer, plane, : len(part)] = part
-        transfers = [
-            BlockTransfer(key, [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
-            for key, piece in zip(save.keys, room, strict=True)
-        ]
-        self._unconfirmed.add(transfers, self._step)
+                for piece, part in zip(pieces, found.cpu().split(PIECE), strict=True):
+                    piece[layer, plane, : len(part)] = part
+        self._unconfirmed.add(task, self._step)
         if self._rank == 0:
             self._counters.add(names.BLEND_SAVED_CHUNKS)
 
-    def _write(self, transfers: Sequence[BlockTransfer]) -> None:
-        if self._store is not None:
-            with _errors_logged():
-                self._saving.append((self._store.save(transfers), transfers))
-
-    def _drop(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Write nothing of a passage that was computed with other weights."""
-
     def _left(self) -> int:
         self._settle()
-        return len(self._saving)
+        return len(self._under_way) + (0 if self._saver is None else self._saver.waiting_bytes)
 
     def _settle(self) -> None:
-        """Release the memory of saves that have ended."""
-        saving, self._saving = self._saving, []
-        for task, transfers in saving:
-            with _errors_logged():
-                if not task.check():
-                    self._saving.append((task, transfers))
-                elif failed := task.wait().failed:
-                    get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk were not stored", len(failed))
+        """Release the memory of saves that have ended, and count the pieces that were not stored."""
+        under_way, self._under_way = self._under_way, []
+        for task in under_way:
+            if not task.check():
+                self._under_way.append(task)
+                continue
+            for error in task.wait().failed.values():
+                self._counters.failed("save", error.cause)
 
     def _record(self) -> dict[str, Any]:
         geometry = self._caches.geometry
@@ -471,23 +387,6 @@ class BlendWorker:
             writer = SlabReader()
             writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
             writer.close()
-
-
-@contextmanager
-def _errors_logged() -> Iterator[None]:
-    """Log what a store raises, as a third-party one may: the engine goes on, and a save has memory of its own."""
-    try:
-        yield
-    except Exception:  # noqa: BLE001 - of any kind
-        get_logger(__name__).exception("[UCM.Blend] a store failed unexpectedly")
-
-
-def _flags(runs: Sequence[Run], start: int, end: int) -> list[bool]:
-    """Return for each token of a stretch whether it is in one of some runs."""
-    found = [False] * (end - start)
-    for run in runs:
-        found[run.start - start : run.end - start] = [True] * run.tokens
-    return found
 
 
 def _name(number: int) -> Any:

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 #: The size of one request to the stores in bytes, and how many such requests may be in progress per lookup.
 CHUNK_BYTES, CHUNKS = 8 << 20, 4
-#: Threads that wait for the stores; if this many are stuck, no more lookups start.
+#: Threads that wait for the stores, unless a stager has another number; if so many are stuck, no more lookups start.
 MOST_THREADS = 8
 #: How often, in seconds, a thread that waits for another thread's read checks whether it is still needed.
 _LOOKS_SECONDS = 0.02
 #: How many seconds pass before a lookup looks again for blocks that another engine still saves.
 AGAIN_SECONDS = 0.02
+#: For how many seconds the stores are not asked again for what they had and many requests use: S3 has no request for
+#: several names.
+STORED_SECONDS = 3.0
 #: How many seconds ``close`` waits for a medium.
 _CLOSE_SECONDS = 5.0
 
@@ -112,18 +115,27 @@ class Stager:
         slab: The slab for staged blocks; None if the workers read the store themselves and keys are promised.
         seconds: The longest duration of a lookup.
         rest_seconds: How long stores are not used after a lookup in which none of them answered.
+        threads: The most threads that wait for the stores.
         clock: Time and threads.
     """
 
     def __init__(
-        self, groups: CacheGroups, slab: Slab | None, seconds: float, rest_seconds: float, *, clock: Clock = SYSTEM
+        self,
+        groups: CacheGroups,
+        slab: Slab | None,
+        seconds: float,
+        rest_seconds: float,
+        *,
+        threads: int = MOST_THREADS,
+        clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._groups, self._alignment = groups, groups.alignment
         self._by_index = {group.index: group for group in groups.groups}
         self._slab = slab
         self.seconds = seconds
         self._rest_seconds = rest_seconds
+        self._most_threads = threads
         self._stores: Mapping[int, Sequence[KVStore]] = {}
         self._sizes: dict[int, list[int]] = {}  # for each group, the bytes of the ranks' parts
         self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, the offsets of the ranks' parts in a row
@@ -137,6 +149,8 @@ class Stager:
         self._probe: Lookup | None = None
         self._uses: deque[Use] = deque()
         self._used_keys = 0  # of the queued uses
+        self._stored: set[tuple[int, BlockKey]] = set()  # what all ranks had when they were asked last
+        self._stored_until = 0.0
         self._answering = False
         self._answers: deque[tuple[str, int, int]] = deque()
         self._failures: deque[str] = deque()
@@ -168,7 +182,7 @@ class Stager:
                     row_bytes,
                 )
             self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
-        self._stores = stores
+        self._stores, self._stored_until = stores, 0.0
         if self._slab is not None:
             self._keep_one_idle()
 
@@ -190,7 +204,7 @@ class Stager:
 
     def submit(self, query: Query) -> Lookup:
         """Start a lookup; finish it at once if all its blocks are staged, or if the stores cannot be asked."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         lookup = Lookup(query, now + self.seconds, end=query.computed)
         if query.limit - query.computed < max(query.least, 1):
             lookup.finished = True
@@ -212,7 +226,7 @@ class Stager:
         Awaited tokens are looked for again from here, so that no thread waits for another engine.
         """
         if not lookup.finished:
-            now = self._clock.monotonic()
+            now = self.clock.monotonic()
             if now >= lookup.deadline:
                 self.give_up(lookup)
             elif lookup.again_at is not None and now >= lookup.again_at:
@@ -247,7 +261,7 @@ class Stager:
 
     def use(self, use: Use) -> None:
         """Renew the blocks of a chain, and find out which of them all ranks have; see ``answers``."""
-        if self._rests(self._clock.monotonic()):
+        if self._rests(self.clock.monotonic()):
             return
         with self._changed:
             if self._uses and self._used_keys + len(use.keys) > _MOST_USED_KEYS:
@@ -276,9 +290,9 @@ class Stager:
             threads = list(self._threads)
         for _ in threads:
             self._jobs.put(None)
-        until = self._clock.monotonic() + _CLOSE_SECONDS
+        until = self.clock.monotonic() + _CLOSE_SECONDS
         for thread in threads:
-            thread.join(max(0.0, until - self._clock.monotonic()))
+            thread.join(max(0.0, until - self.clock.monotonic()))
         if self._slab is not None:
             self._slab.close()
 
@@ -336,7 +350,7 @@ class Stager:
 
     def _rests(self, now: float) -> bool:
         probes = self._probe is not None and not self._probe.finished
-        return now < self._rests_until or self._stuck + self._answering >= MOST_THREADS or probes
+        return now < self._rests_until or self._stuck + self._answering >= self._most_threads or probes
 
     def give_up(self, lookup: Lookup) -> None:
         """End a lookup with the blocks that are verified by now."""
@@ -357,7 +371,7 @@ class Stager:
                 lookup.late = True
                 self._stuck += 1
             if lookup.begun and not lookup.progressed:
-                self._rests_until = self._clock.monotonic() + self._rest_seconds
+                self._rests_until = self.clock.monotonic() + self._rest_seconds
                 get_logger(__name__).warning(
                     "[UCM.Load] the store has not answered for %.1f s: it is not used for %.0f s, and tokens of its "
                     "blocks are recomputed",
@@ -389,9 +403,9 @@ class Stager:
     def _keep_one_idle(self) -> None:
         """Start a thread for the next job, so that the scheduler's thread does not spend that time."""
         with self._changed:
-            if self._idle or self._closed or len(self._threads) == MOST_THREADS:
+            if self._idle or self._closed or len(self._threads) == self._most_threads:
                 return
-            thread = self._clock.thread(self._work, f"ucm-stage-{len(self._threads)}")
+            thread = self.clock.thread(self._work, f"ucm-stage-{len(self._threads)}")
             with suppress(RuntimeError):  # the system allows no more threads: the others do the work
                 thread.start()
                 self._threads.append(thread)
@@ -423,7 +437,7 @@ class Stager:
             surplus = []
             if not lookup.finished and lookup.awaits:
                 lookup.end, lookup.begun = end, False
-                lookup.again_at = self._clock.monotonic() + AGAIN_SECONDS
+                lookup.again_at = self.clock.monotonic() + AGAIN_SECONDS
                 self._probe = None if self._probe is lookup else self._probe
             elif not lookup.finished:
                 lookup.end, lookup.finished = end, True
@@ -434,7 +448,7 @@ class Stager:
     def _find(self, lookup: Lookup) -> int:
         query, slab = lookup.query, self._slab
         present = [
-            self._with_computed(group, query, self._present(group, keys, query.computed // group.chunk_tokens))
+            self._with_computed(group, query, self._found(group, keys, query.computed // group.chunk_tokens))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
         ]
         lookup.awaits = bool(query.awaited) and self._published(query, present) < query.awaited
@@ -467,9 +481,14 @@ class Stager:
                     again = True
         return again
 
+    def _found(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
+        """Return which chunks are staged or, behind those, as ``_present`` says; a request to a medium costs more."""
+        staged = 0 if self._slab is None else self._slab.holds(group.index, keys)
+        return [True] * staged + self._present(group, keys[staged:], first + staged)
+
     def _present(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
         """Return which chunks of a group, from ``first`` on, all ranks have, or no hit needs."""
-        stores = self._stores[group.index]
+        stores = self._stores[group.index] if keys else ()
         if group.needs_all:
             count = len(keys)
             for store in stores:
@@ -636,11 +655,19 @@ class Stager:
         """Return the index of the first expected block that a rank lacks; None if there is none."""
         if not use.expected:
             return None
-        there = self._present(use.group, use.keys[use.expected.start : use.expected.stop], use.expected.start)
-        count = there.index(False) if False in there else len(there)
+        now = self.clock.monotonic()
+        if now >= self._stored_until or len(self._stored) > _MOST_STORED:
+            self._stored, self._stored_until = set(), now + STORED_SECONDS
+        group, keys = use.group.index, use.keys[use.expected.start : use.expected.stop]
+        known = next((place for place, key in enumerate(keys) if (group, key) not in self._stored), len(keys))
+        there = self._present(use.group, keys[known:], use.expected.start + known)
+        count = known + (there.index(False) if False in there else len(there))
+        self._stored.update((group, key) for key in keys[known:count])
         return use.expected.start + count if count < len(use.expected) else None
 
 
 #: The most keys of queued uses; beyond that, uses are dropped, with their leases. Thousands of requests may end in one
 #: step.
 _MOST_USED_KEYS = 1 << 20
+#: The most chunks that are known to be stored.
+_MOST_STORED = 1 << 16

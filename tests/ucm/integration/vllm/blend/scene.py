@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.blend import Chunk, ChunkNames
 from ucm.config.settings import BlendSettings
-from ucm.integration.vllm.blend.scheduler import REFUSED, BlendScheduler
-from ucm.integration.vllm.blend.staging import ChunkStager
-from ucm.integration.vllm.metric_names import BLEND_REQUESTS
+from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, REFUSED, BlendScheduler
+from ucm.integration.vllm.connector.staging import Stager
+from ucm.integration.vllm.metric_names import BLEND_REQUESTS, FAILURES
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Event
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.metric_names import Metric
     from ucm.store.base import BlockKey, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 BLOCK = 16
 #: Two layers of 4096 bytes per piece.
@@ -75,15 +75,16 @@ class Request:
 
 
 class Counted(ConnectorCounters):
-    """Counters that record outcomes in order."""
+    """Counters that record outcomes, and causes of failed reads, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: list[str] = []
+        self.failures: list[str] = []
 
     def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
-        assert (metric, value) == (BLEND_REQUESTS, 1)
-        self.outcomes.append(key)
+        assert (metric, value) in {(BLEND_REQUESTS, 1), (FAILURES, 1)}
+        (self.failures if metric is FAILURES else self.outcomes).append(key)
 
 
 class Scene:
@@ -96,7 +97,7 @@ class Scene:
         self.settings = BlendSettings(**{"min_tokens": 32, **settings})
         self.counted = Counted()
         self.slab = Slab(1 << 24, ranks, clock=clock)
-        self.stager = ChunkStager(self.slab, seconds, clock=clock)
+        self.stager = Stager(PIECES, self.slab, seconds, 3600.0, threads=AT_ONCE, clock=clock)
         self.excluded: list[Request] = []
         self.scheduler = BlendScheduler(
             self.settings,

@@ -152,22 +152,6 @@ def test_an_implementation_that_writes_within_its_attention_is_refused() -> None
         made(SHAPES[0], Older())
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_pass_ends_where_it_reaches_a_layer(layer: int) -> None:
-    caches, model = made(SHAPES[0], FlashAttentionImpl())
-    hidden = torch.arange(5.0)[:, None].expand(5, HEADS * HEAD)
-    with caches.ending_at(layer) as found:
-        model(hidden)
-    keys, values = found
-    assert keys.shape == values.shape == (5, HEADS, HEAD)
-    assert torch.equal(keys[:, 0, 0], torch.arange(5.0) + 10 * layer + 1)
-    assert torch.equal(values, keys + 1)
-    assert [of.attn.ran for of in model.layers] == [1] * layer + [0] * (2 - layer)
-    model(hidden)  # the layer is as it was before
-    assert len(found) == 2
-    assert model.layers[1].attn.ran == 1
-
-
 @pytest.mark.parametrize("asking", [0, 2])
 def test_the_attention_of_a_row_is_that_of_a_model_which_sees_the_whole_prompt(asking: int) -> None:
     """As a mean over layers, heads and the tokens that count; two heads of queries share one of keys."""
@@ -180,7 +164,8 @@ def test_the_attention_of_a_row_is_that_of_a_model_which_sees_the_whole_prompt(a
         assert paid.isnan().all()
         for layer in range(2):
             positions = torch.arange(reach)
-            caches.put(layer, caches.slots(blocks, positions), keys[layer, :reach], keys[layer, :reach])
+            name, known = caches.names[layer], keys[layer, :reach]
+            caches._view.write(name, caches._caches[name], known, known, caches.slots(blocks, positions))
             queries = torch.randn((row, 2 * HEADS, HEAD), generator=source)
             own = keys[layer, reach:].flatten(1)
             model.layers[layer].attn(queries.flatten(1), own, value=own)

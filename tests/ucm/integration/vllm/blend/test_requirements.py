@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ucm.config.settings import BlendSettings
 from ucm.errors import ConfigError
 from ucm.integration.vllm.blend import sides
 from ucm.integration.vllm.blend.sides import require_alone, require_engine
@@ -44,8 +43,7 @@ def config(**changes: Any) -> Any:
 
 
 def test_an_ordinary_engine_is_served() -> None:
-    require_engine(config(), BlendSettings(), [GROUP])
-    require_engine(config(model_config__enforce_eager=True), BlendSettings(select="deviation"), [GROUP])
+    require_engine(config(), [GROUP])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,7 @@ def test_an_ordinary_engine_is_served() -> None:
 )
 def test_what_is_refused(changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_engine(config(**changes), BlendSettings(), [GROUP])
+        require_engine(config(**changes), [GROUP])
     assert what in caught.value.what
     assert caught.value.where
     assert caught.value.fix
@@ -85,20 +83,15 @@ def test_what_is_refused(changes: dict[str, Any], what: str) -> None:
 @pytest.mark.parametrize("groups", [[GROUP, GROUP], [CacheGroup(0, 16, 128, {}, ())]])
 def test_windows_and_several_groups_are_refused(groups: list[CacheGroup]) -> None:
     with pytest.raises(ConfigError, match="sliding windows"):
-        require_engine(config(), BlendSettings(), groups)
-
-
-def test_deviation_wants_an_eager_model() -> None:
-    with pytest.raises(ConfigError, match="compiled"):
-        require_engine(config(), BlendSettings(select="deviation"), [GROUP])
+        require_engine(config(), groups)
 
 
 def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.10.2, vLLM's own cache would give blended blocks to other requests."""
     monkeypatch.setattr(sides, "hashes_are_bytes", lambda: False)
     with pytest.raises(ConfigError, match="cannot change the hashes"):
-        require_engine(config(), BlendSettings(), [GROUP])
-    require_engine(config(cache_config__enable_prefix_caching=False), BlendSettings(), [GROUP])
+        require_engine(config(), [GROUP])
+    require_engine(config(cache_config__enable_prefix_caching=False), [GROUP])
 
 
 @pytest.mark.parametrize(("outer", "refused"), [("MultiConnector", True), ("BlendConnector", False), (None, False)])

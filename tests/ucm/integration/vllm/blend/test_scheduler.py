@@ -11,15 +11,14 @@ import pytest
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
 from ucm.blend import PIECE, Chunk
 from ucm.integration.vllm.blend.scheduler import ANSWERS_SECONDS, BlendPlan
-from ucm.integration.vllm.blend.staging import THREADS
+from ucm.integration.vllm.connector.staging import Query
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ucm.integration.vllm.blend.staging import ChunkLookup
-    from ucm.store.base import BlockKey
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
+    from ucm.integration.vllm.connector.staging import Lookup
 
 A, B, C, QUESTION = tokens(1, 70), tokens(2, 40), tokens(3, 50), tokens(9, 10)
 PROMPT = [*B, *A, *C, *QUESTION]
@@ -112,16 +111,16 @@ def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
         assert scene.counted.outcomes == ["miss", "miss"][: 2 - answers]
 
 
-def test_once_all_threads_wait_for_a_store_no_further_request_does(clock: SimulatedClock, tmp_path: Path) -> None:
+def test_once_requests_have_waited_for_a_store_no_further_one_does(clock: SimulatedClock, tmp_path: Path) -> None:
     opens = clock.event()
     with Scene(clock, tmp_path, seconds=2.0) as scene:
         scene.answer()
         put_all(scene)
         scene.open_late(opens)
-        waiting = [request(str(number)) for number in range(THREADS + 1)]
-        assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [None] * (THREADS + 1)
+        waiting = [request(str(number)) for number in range(3)]
+        assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [None] * 3
         clock.advance(2.0)
-        assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [0] * (THREADS + 1)
+        assert [scene.scheduler.matched(one, 0, 0) for one in waiting] == [0] * 3
         assert scene.scheduler.matched(request("next"), 0, 0) == 0
         opens.set()
         clock.run_until_idle()
@@ -134,9 +133,9 @@ def test_a_system_that_allows_no_more_threads_ends_no_engine(
     with Scene(clock, tmp_path, seconds=10.0) as scene:
         scene.answer()
         put_all(scene)
-        for thread in scene.stager._threads:
-            refuse = create_autospec(thread.start, side_effect=RuntimeError("can't start new thread"))
-            monkeypatch.setattr(thread, "start", refuse)
+        refuse = create_autospec(clock.thread)
+        refuse.return_value.start.side_effect = RuntimeError("can't start new thread")
+        monkeypatch.setattr(clock, "thread", refuse)
         assert scene.matched(request()) == 0
         assert scene.counted.outcomes == ["miss"]
 
@@ -208,7 +207,7 @@ def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(clock: SimulatedClock, tmp
         scene.put(C, ranks=(0, 1))
         blend = blended(scene, request())
         assert blend.chunks == [Chunk(40, 110), Chunk(110, 160)]
-        assert scene.stager.shares == (0, 8192)
+        assert scene.idle().shares == (0, 8192)
 
 
 def test_nothing_is_blended_before_all_workers_have_answered(clock: SimulatedClock, tmp_path: Path) -> None:
@@ -321,18 +320,17 @@ def test_an_aborted_request_holds_nothing(scene: Scene) -> None:
             scene.admit(one, 0, 160, list(range(12)))
         scene.scheduler.finished(one)
         assert not scene.step().blends
-    rows = scene.stager.submit([scene.put(A)]).rows[0]
-    assert rows is not None
-    assert all(row.users == 1 for row in rows)
+    keys = scene.put(A)
+    rows = scene.stager.submit(Query((keys,), 0, len(keys), len(keys))).rows[0]
+    assert [row.users for row in rows.values()] == [1, 1]
 
 
 def test_staged_chunks_are_held_until_the_step_has_run(scene: Scene) -> None:
     put_all(scene)
     one = request()
     assert scene.matched(one) == 160
-    lookup = scene.scheduler._requests["r"].lookup
-    assert lookup is not None
-    rows = [row for of_chunk in lookup.rows for row in of_chunk or []]
+    rows = [row for lookup in scene.scheduler._requests["r"].lookups for row in lookup.rows[0].values()]
+    assert len(rows) == sum(-(-len(chunk) // PIECE) for chunk in (A, B, C))
     scene.admit(one, 0, 160, list(range(12)))
     scene.step((one, list(range(12)), 160, 10))
     assert all(row.users == 1 for row in rows)
@@ -487,17 +485,17 @@ def test_a_store_that_does_not_answer_holds_nobody_up(
     with Scene(clock, tmp_path) as scene:
         scene.answer()
         put_all(scene)
-        held, submit, lookups = scene.stores[0].lookup, scene.stager.submit, []
+        held, submit, lookups = scene.stores[0].lookup_on_prefix, scene.stager.submit, []
 
-        def stuck(keys: Any) -> list[bool]:
+        def stuck(keys: Any) -> int:
             answers.wait()
             return held(keys)
 
-        def submitted(pieces: list[list[BlockKey]]) -> ChunkLookup:
-            lookups.append(submit(pieces))
+        def submitted(query: Query) -> Lookup:
+            lookups.append(submit(query))
             return lookups[-1]
 
-        monkeypatch.setattr(scene.stores[0], "lookup", stuck)
+        monkeypatch.setattr(scene.stores[0], "lookup_on_prefix", stuck)
         monkeypatch.setattr(scene.stager, "submit", submitted)
         one = request()
         assert scene.scheduler.matched(one, 0, 0) is None

@@ -5,45 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests.ucm.integration.vllm.blend.scene import Request, Scene, tokens
-from ucm.integration.vllm.blend.staging import ChunkLookup
+from ucm.store.base import Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ucm.store.base import BlockKey, BlockTransfer, KVStore, Task, TaskResult
-    from ucm.testing.clock import SimulatedClock
-
-
-class _Abandoned(ChunkLookup):
-    """Its request ends right after a thread has checked that it had not."""
-
-    def __init__(self, scene: Scene, pieces: list[list[BlockKey]]) -> None:
-        super().__init__(pieces, scene.clock.monotonic() + 60, [None for _ in pieces])
-        self.scene = scene
-        self.ends = False
-
-    def __getattribute__(self, name: str) -> object:
-        found = super().__getattribute__(name)
-        if name == "finished" and not found and not self.ends:
-            self.ends = True
-            self.scene.clock.thread(lambda: self.scene.stager.release(self), "ends").start()
-            self.scene.clock.sleep(1.0)
-        return found
-
-
-def test_a_request_that_ends_between_two_chunks_ends_no_thread(clock: SimulatedClock, tmp_path: Path) -> None:
-    """An error would end the thread; without threads, each request waits until its deadline."""
-    with Scene(clock, tmp_path) as scene:
-        scene.answer()
-        scene.idle()
-        keys = scene.put(tokens(1, 70))
-        assert scene.matched(Request("begins", tokens(2, 70), [[0, 70]])) == 0
-        lookup = _Abandoned(scene, [keys])
-        scene.stager._run(lookup)
-        clock.run_until_idle()
-        assert lookup.finished
-        assert lookup.rows == []
+    from tests.clock import SimulatedClock
+    from ucm.store.base import BlockTransfer, KVStore, TaskResult
 
 
 class _Slow:
@@ -58,7 +27,7 @@ class _Slow:
     def __init__(self, clock: SimulatedClock, store: KVStore, reads: int) -> None:
         self._store = store
         self._left = reads
-        self._all_begun = clock.event()
+        self.all_begun = clock.event()
         self.late = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -67,12 +36,23 @@ class _Slow:
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         self._left -= 1
         if self._left <= 0:
-            self._all_begun.set()
-        return self._store.load(blocks)
+            self.all_begun.set()
+        return _Reading(self, self._store.load(blocks))
 
-    def wait(self, task: Task) -> TaskResult:
-        self.late += not self._all_begun.wait(5)
-        return task.wait()
+
+class _Reading(Task):
+    """A read of it."""
+
+    def __init__(self, store: _Slow, task: Task) -> None:
+        self._store = store
+        self._task = task
+
+    def wait(self) -> TaskResult:
+        self._store.late += not self._store.all_begun.wait(5)
+        return self._task.wait()
+
+    def check(self) -> bool:
+        return self._store.all_begun.is_set() and self._task.check()
 
 
 def begun(scene: Scene) -> None:
@@ -90,7 +70,7 @@ def test_the_chunks_of_a_request_are_read_at_the_same_time(clock: SimulatedClock
         for text in texts:
             scene.put(text)
         slow = _Slow(clock, scene.stores[0], len(texts))
-        scene.stager._stores = [slow]  # type: ignore[list-item]
+        scene.stager._stores = {0: [slow]}  # type: ignore[list-item]
         marks = [[70 * number, 70 * number + 70] for number in range(len(texts))]
         assert scene.matched(Request("r", prompt, marks)) == 272
         assert not slow.late
@@ -130,7 +110,7 @@ def test_what_a_store_that_raises_may_write_to_is_not_used_again(clock: Simulate
                 super().load(blocks)
                 raise RuntimeError("after it has begun")
 
-        scene.stager._stores = [Raising(clock, store, 1)]  # type: ignore[list-item]
+        scene.stager._stores = {0: [Raising(clock, store, 1)]}  # type: ignore[list-item]
         assert scene.matched(Request("r", [*text, 5], [[0, 70]])) == 0
         assert scene.slab._used > 0
 
@@ -152,9 +132,10 @@ def test_a_missing_piece_of_one_chunk_leaves_the_others(clock: SimulatedClock, t
                     file.unlink()
                 return super().load(blocks)
 
-        scene.stager._stores = [Evicting(clock, store, 1)]  # type: ignore[list-item]
+        scene.stager._stores = {0: [Evicting(clock, store, 1)]}  # type: ignore[list-item]
         one = Request("r", prompt, [[70 * number, 70 * number + 70] for number in range(len(texts))])
         assert scene.matched(one) == 272
         assert scene.admit(one, 0, 272, list(range(20)))
         (blend,) = scene.step((one, list(range(20)), 272, 28)).blends
         assert [chunk.start for chunk in blend.chunks] == [0, 140, 210]
+        assert scene.counted.failures == ["load.missing"]

@@ -20,7 +20,7 @@ from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 
@@ -40,8 +40,8 @@ def a_prompt(chance: random.Random, texts: list[list[int]]) -> tuple[list[int], 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "blend",
-    [{"select": "deviation", "ratio": 1.0}, {"select": "edges", "edge_tokens": 1000}],
-    ids=["deviation", "edges"],
+    [{"select": "question", "ratio": 1.0}, {"select": "edges", "edge_tokens": 1000}],
+    ids=["question", "edges"],
 )
 def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
     clock: SimulatedClock, tmp_path: Path, blend: dict[str, Any], *, asynchronous: bool

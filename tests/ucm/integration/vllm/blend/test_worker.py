@@ -21,6 +21,7 @@ from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.connector.saving import Saver
 from ucm.integration.vllm.metric_names import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
 from ucm.store.base import BlockKey, KVStore, Task
 
@@ -30,10 +31,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tests.clock import SimulatedClock
     from ucm.blend import Run
     from ucm.integration.vllm.metric_names import Metric
 
+pytest_plugins = ("tests.simulated",)
+
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+#: Keys and values of 64 tokens, in 32 bits each.
+PIECE_BYTES = 2 * 64 * 4
 
 
 @dataclass
@@ -78,6 +84,10 @@ class Counted:
 
     def __init__(self) -> None:
         self.added: dict[Metric, list[float]] = {}
+        self.failures: list[str] = []
+
+    def failed(self, operation: str, cause: str) -> None:
+        self.failures.append(f"{operation}.{cause}")
 
     def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
         assert key == ""
@@ -124,42 +134,53 @@ def test_a_rank_whose_weights_have_changed_says_so_to_the_others() -> None:
 
 
 @pytest.mark.parametrize(("epoch", "saves"), [(0, 1), (1, 0)])
-def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(epoch: int, saves: int) -> None:
+def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(
+    clock: SimulatedClock, epoch: int, saves: int
+) -> None:
     caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
     store.save.return_value.check.return_value = True
     store.save.return_value.wait.return_value.failed = {}
     worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
+    saver = Saver(store, PIECE_BYTES, 1 << 20, clock=clock)
     for step in (1, 2):
         plan = BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])] if step == 1 else [])
-        worker.begin(StepPlan(step, confirmed=0), plan, store)
+        worker.begin(StepPlan(step, confirmed=0), plan, saver)
         worker.save(plan)
     assert store.save.call_count == 0
-    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), store)
-    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), BlendPlan(), store)
+    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), saver)
+    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), BlendPlan(), saver)
     assert [[block.key for block in call.args[0]] for call in store.save.call_args_list] == [keys] * saves
 
 
 @pytest.mark.parametrize("call", ["save", "check", "wait"])
-def test_a_store_that_raises_ends_no_engine(call: str) -> None:
+def test_a_store_that_raises_ends_no_engine(clock: SimulatedClock, call: str) -> None:
     caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
     task = store.save.return_value = create_autospec(Task, instance=True)
     (store.save if call == "save" else getattr(task, call)).side_effect = OSError("broken")
-    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
-    worker.begin(StepPlan(1), BlendPlan(), store)
+    counted = Counted()
+    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
+    worker.begin(StepPlan(1), BlendPlan(), Saver(store, PIECE_BYTES, 1 << 20, clock=clock))
     worker.save(BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])]))
     assert store.save.call_count == 1
     worker.save(BlendPlan())
-    assert worker._left() == 0
+    assert counted.failures == ["save.other"]
     worker.close()
 
 
-# Choosing tokens by their deviation
+def test_a_chunk_for_which_there_is_no_room_is_not_saved_in_part(clock: SimulatedClock) -> None:
+    caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16)), BlockKey(bytes(17))]
+    counted = Counted()
+    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
+    saver = Saver(store, PIECE_BYTES, PIECE_BYTES, clock=clock)
+    worker.begin(StepPlan(1), BlendPlan(), saver)
+    worker.save(BlendPlan(saves=[ChunkSave(keys, 65, [0])]))
+    assert not store.save.called
+    assert (saver.waiting_bytes, counted.failures) == (0, ["save.full"])
+
+
+# Choosing tokens by the question's attention
 
 LAYERS = 4
-
-
-class _EndError(Exception):
-    """Ends a pass of `Deep`."""
 
 
 class Deep(Caches):
@@ -174,8 +195,6 @@ class Deep(Caches):
         #: The attention that a question pays to each token, and the first of its tokens that counts, in each pass.
         self.paid = torch.zeros(len(prompt))
         self.asking: list[int] = []
-        self._last = LAYERS
-        self._found: list[Tensor] = []
 
     def rows(self, runs: Sequence[Run], blocks: Tensor) -> Any:
         rows = super().rows(runs, blocks)
@@ -187,12 +206,11 @@ class Deep(Caches):
         return positions
 
     def write(self, layer: int, positions: Tensor, slots: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
-        self.put(layer, slots, free[0], free[1])
-        return free[0][: len(positions)], free[1]
-
-    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        keys, values = free
         assert torch.equal(keys, values)
+        assert len(positions) == len(keys)
         self.kv[layer, slots] = keys.flatten()
+        return keys, values
 
     def read(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         del blocks
@@ -205,24 +223,11 @@ class Deep(Caches):
         self.asking.append(asking)
         yield self.paid[:reach]
 
-    @contextmanager
-    def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
-        self._last, self._found = layer, []
-        try:
-            yield self._found
-        except _EndError:
-            pass
-        finally:
-            self._last = LAYERS
-
     def model(self, *, input_ids: Tensor, positions: Tensor) -> None:
         assert input_ids.tolist() == [self.prompt[place] for place in positions.tolist()]
         hidden = input_ids.float()
         self.attended.append([])
         for layer in range(LAYERS):
-            if layer == self._last:
-                self._found += [hidden.view(-1, 1, 1)] * 2
-                raise _EndError
             self.kv[layer, positions] = hidden
             self.attended[-1].append(positions.tolist())
             hidden = hidden + torch.stack([self.kv[layer, : place + 1].mean() for place in positions.tolist()])
@@ -242,11 +247,6 @@ class Unreachable(Deep):
         del blocks, asking
         yield torch.full((reach,), torch.nan)
 
-    @contextmanager
-    def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
-        del layer
-        yield []
-
 
 def chosen_of(
     caches: Deep,
@@ -256,7 +256,7 @@ def chosen_of(
     asked: int = 1,
     **settings: Any,
 ) -> Counted:
-    """Fill all but the last ``asked`` tokens of a prompt, by default by `deviation`; return the counters."""
+    """Fill all but the last ``asked`` tokens of a prompt, by what these attend to; return the counters."""
 
     def copied(_: Any, chunk: Chunk, *__: Any) -> Tensor:
         kv = torch.zeros(2, LAYERS, chunk.pieces * 64)
@@ -265,7 +265,7 @@ def chosen_of(
 
     monkeypatch.setattr(BlendWorker, "_copy", copied)
     counted, end = Counted(), len(caches.prompt) - asked
-    using = BlendSettings(**{"select": "deviation", **settings})
+    using = BlendSettings(select="question", **settings)
     worker: Any = BlendWorker(caches, caches.model, using, counted, most_tokens=most_tokens)  # type: ignore[arg-type]
     blend = Blend("r", 0, end, caches.prompt[:end], [0], list(chunks), [[0]] * len(chunks), 0, caches.prompt[end:])
     worker.blend(BlendPlan([blend], shares=(0,)), {})
@@ -278,78 +278,12 @@ def a_prompt(length: int, seed: int = 0) -> list[int]:
     return [source.randrange(1, 50) for _ in range(length)]
 
 
-def test_choosing_computes_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ran two layers over the whole stretch: also over gaps, and over the chunk that begins the prompt."""
-    first, second, third = Chunk(0, 40), Chunk(45, 100), Chunk(100, 150)
-    caches = Deep(a_prompt(151))
-    counted = chosen_of(caches, [first, second, third], monkeypatch, ratio=0.2, check_layer=1)
-    of_gap, choosing, last = caches.attended
-    assert of_gap == []  # its KV of the first layer needs no attention
-    assert choosing == [list(range(45, 150))]
-    assert last == [last[0]] * LAYERS
-    ((reused, computed),) = counted.stretches
-    assert computed == len(last[0]) < 0.35 * 150
-    assert reused + computed == 150
-    assert {20, 39} == {place for place in last[0] if place < 40}  # the first chunk's two of the gate
-    assert set(range(40, 45)) <= set(last[0])
-    # What the choice has computed is not thrown away: layer 1 is exact for all tokens.
-    assert torch.allclose(caches.kv[1, :150], caches.computed(caches.prompt)[1, :150])
-
-
-def test_a_later_check_layer_reads_the_gaps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = Deep(a_prompt(151))
-    chosen_of(caches, [Chunk(0, 40), Chunk(45, 150)], monkeypatch, ratio=0.2, check_layer=2)
-    assert caches.attended[0] == [list(range(40, 150))] * 2
-    assert torch.allclose(caches.kv[2, :150], caches.computed(caches.prompt)[2, :150])
-
-
-def test_a_prompt_of_its_first_chunk_alone_needs_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = Deep(a_prompt(101))
-    assert chosen_of(caches, [Chunk(0, 100)], monkeypatch, ratio=0.5).stretches == [(98, 2)]
-    assert len(caches.attended) == 1
-    assert torch.allclose(caches.kv[:, :100], caches.computed(caches.prompt)[:, :100])
-
-
-def test_a_model_whose_layers_are_not_modules_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = Unreachable(a_prompt(151))
-    chunks = [Chunk(0, 40), Chunk(45, 150)]
-    assert chosen_of(caches, chunks, monkeypatch, ratio=0.2).stretches == [(0, 150)]
-    assert torch.allclose(caches.kv[:, :150], caches.computed(caches.prompt)[:, :150])
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_with_all_tokens_chosen_the_result_is_exact_wherever_chunks_are(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one token, twice the same, at the prompt's end and beyond the stretch, without gaps, in small passes."""
-    source = random.Random(seed)  # noqa: S311 - layouts, no secrets
-    length = source.randrange(3, 90)
-    cuts = sorted(source.sample(range(length + 1), source.randrange(2, min(8, length))))
-    chunks = [Chunk(*pair) for pair in pairwise(cuts) if source.random() < 0.8 and pair[0] < length - 1]
-    prompt = a_prompt(length, seed)
-    if len(chunks) > 1:  # one chunk twice, as far as there is room for it
-        one, other = chunks[0], chunks[-1]
-        same = min(one.tokens, other.tokens)
-        prompt[other.start : other.start + same] = prompt[one.start : one.start + same]
-    for ratio, check_layer in ((1.0, 1), (1.0, 3), (0.0, 1), (0.3, 0), (0.3, 9)):
-        caches = Deep(prompt)
-        most = source.choice([1, 7, 64])
-        counted = chosen_of(caches, chunks, monkeypatch, most, ratio=ratio, check_layer=check_layer)
-        ((reused, computed),) = counted.stretches
-        assert reused + computed == length - 1
-        if ratio == 1.0:
-            torch.testing.assert_close(caches.kv[:, :-1], caches.computed(prompt)[:, :-1])
-
-
-# Choosing tokens by the question's attention
-
-
 def test_what_the_question_attends_to_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except what is exact already: gaps, edges, and the chunk that begins the prompt."""
     caches = Deep(a_prompt(260))
     caches.paid[[7, 43, 46, 110, 131]] = torch.tensor([0.9, 0.8, 0.7, 0.5, 0.3])
     chunks = [Chunk(0, 40), Chunk(45, 145), Chunk(145, 255)]
-    counted = chosen_of(caches, chunks, monkeypatch, asked=10, select="question", edge_tokens=4, ratio=0.04)
+    counted = chosen_of(caches, chunks, monkeypatch, asked=10, edge_tokens=4, ratio=0.04)
     first, asked, second = (attended[0] for attended in caches.attended)
     assert first == [20, 39, *range(40, 49), 95, 144, *range(145, 149), 197, 249]
     assert asked == list(range(250, 260))
@@ -367,10 +301,15 @@ def test_with_all_tokens_asked_about_the_result_is_exact(seed: int, monkeypatch:
     length, asked = source.randrange(12, 90), source.randrange(1, 9)
     cuts = sorted(source.sample(range(length - asked + 1), source.randrange(2, 8 if length - asked > 8 else 3)))
     chunks = [Chunk(*pair) for pair in pairwise(cuts) if source.random() < 0.8]
-    caches = Deep(a_prompt(length, seed))
+    prompt = a_prompt(length, seed)
+    if len(chunks) > 1:  # one chunk twice, as far as there is room for it
+        one, other = chunks[0], chunks[-1]
+        same = min(one.tokens, other.tokens)
+        prompt[other.start : other.start + same] = prompt[one.start : one.start + same]
+    caches = Deep(prompt)
     caches.paid = torch.rand(length, generator=torch.Generator().manual_seed(seed))
     edge, most = source.choice([0, 1, 16]), source.choice([1, 7, 64])
-    chosen_of(caches, chunks, monkeypatch, most, asked, select="question", ratio=1.0, edge_tokens=edge)
+    chosen_of(caches, chunks, monkeypatch, most, asked, ratio=1.0, edge_tokens=edge)
     exact = caches.computed(caches.prompt)
     torch.testing.assert_close(caches.kv[:, :-asked], exact[:, :-asked])
 
@@ -379,7 +318,7 @@ def test_a_question_that_cannot_be_seen_leaves_the_edges(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = Unreachable(a_prompt(151))
-    counted = chosen_of(caches, [Chunk(0, 40), Chunk(45, 150)], monkeypatch, select="question", edge_tokens=4)
+    counted = chosen_of(caches, [Chunk(0, 40), Chunk(45, 150)], monkeypatch, edge_tokens=4)
     assert counted.stretches == [(150 - 2 - 5 - 4 - 2, 2 + 5 + 4 + 2)]
     assert "select: question" in caplog.text
 
@@ -387,5 +326,5 @@ def test_a_question_that_cannot_be_seen_leaves_the_edges(
 def test_a_step_without_a_question_or_a_share_for_it_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for chunks, ratio in (([Chunk(0, 150)], 0.5), ([Chunk(0, 40), Chunk(45, 150)], 0.0)):
         caches = Deep(a_prompt(151))
-        chosen_of(caches, chunks, monkeypatch, select="question", ratio=ratio)
+        chosen_of(caches, chunks, monkeypatch, ratio=ratio)
         assert not caches.asking

@@ -17,7 +17,7 @@ import torch
 
 from tests.ucm.integration.vllm.connector.simulation import memory, truth
 from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
-from tests.ucm.integration.vllm.connector.simulation.truth import cell, digest
+from tests.ucm.integration.vllm.connector.simulation.truth import digest
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
 from ucm.blend import PIECE
 from ucm.integration.vllm.blend.sides import BlendWorkerSide
@@ -30,17 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.blend import Run
-    from ucm.testing.clock import SimulatedClock
 
 #: Tokens of a forward pass of a blend, fewer than those of most stretches.
 PASS = 13
-
-
-class _EndError(Exception):
-    """Ends a forward pass at a layer."""
 
 
 class Caches:
@@ -55,7 +51,6 @@ class Caches:
         self.names = list(memory.layers)
         self.geometry = BlockGeometry((2 * PIECE * 2 * 8,) * len(self.names), b"cells of a test.")
         self._rows: Any = None
-        self._last, self._found = len(self.names), list[Any]()
 
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return counts
@@ -70,13 +65,11 @@ class Caches:
         self, layer: int, positions: torch.Tensor, slots: torch.Tensor, free: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert len(positions) == len(slots)
-        self.put(layer, slots, free[0], free[1])
-        return free[0], free[1]
-
-    def put(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        keys, values = free
         assert torch.equal(keys, values)
         halves = keys.squeeze(1).numpy().astype(np.uint64)
         self._memory._cells[layer].reshape(-1)[slots.numpy()] = (halves[:, 0] << np.uint64(32)) | halves[:, 1]
+        return keys, values
 
     def read(self, layer: int, blocks: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = _halves(self._memory._cells[layer].reshape(-1)[self.slots(blocks, positions).numpy()])
@@ -90,20 +83,16 @@ class Caches:
         return SimpleNamespace(runs=runs, positions=positions, slots=self.slots(blocks, positions), blocks=blocks)
 
     @contextmanager
-    def context(self, rows: Any, attn_metadata: Any) -> Iterator[None]:
+    def context(self, rows: Any, attn_metadata: Any, *, by_modules: bool = False) -> Iterator[None]:
+        del by_modules
         assert attn_metadata == {}
         self._rows = rows
         yield
 
     @contextmanager
-    def ending_at(self, layer: int) -> Iterator[list[Any]]:
-        self._last, self._found = layer, []
-        try:
-            yield self._found
-        except _EndError:
-            pass
-        finally:
-            self._last = len(self.names)
+    def attention(self, blocks: torch.Tensor, reach: int, asking: int) -> Iterator[torch.Tensor]:
+        del blocks, asking
+        yield torch.ones(reach)
 
     def model(self, *, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Compute the runs of the current rows."""
@@ -112,10 +101,6 @@ class Caches:
         chunks = [Chunk(run.start, list(islice(tokens, run.tokens)), blocks) for run in self._rows.runs]
         hidden = embedded(chunks)
         for layer in range(len(self.names)):
-            if layer == self._last:
-                cells = [cell(value, layer, self._memory.rank) for of_chunk in hidden for value in of_chunk]
-                self._found += [_halves(np.array(cells, np.uint64))] * 2
-                raise _EndError
             hidden = forward([self._memory], layer, chunks, hidden, self._truth)
 
 

@@ -18,10 +18,10 @@ from ucm.store.memory.slab import PAGE, Slab
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Event
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
-    from ucm.testing.clock import SimulatedClock
 
 SIZE = 4
 #: Four blocks and a half.

@@ -16,7 +16,7 @@ from ucm.integration.vllm.connector.kv_cache import CacheGroup
 from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 TOKENS = list(range(18))  # four blocks and a half
 

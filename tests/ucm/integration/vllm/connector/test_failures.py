@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.clock import SimulatedClock
 from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.logger import get_logger
 from ucm.store.base import BlockCorruptError, BlockKey, BlockMissingError, StoreError
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,8 +13,8 @@ from ucm.integration.vllm.connector.handoff import SAVED, comes_from_afar, is_ha
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.request import Request
-    from ucm.testing.clock import SimulatedClock
 
 SECONDS = 2.0
 

@@ -15,7 +15,7 @@ from ucm.integration.vllm.connector.staging import Use
 from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 TOUCH = 60.0
 

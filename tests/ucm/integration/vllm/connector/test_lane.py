@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.integration.vllm.connector.transfer import StagedTask, Stream, _Lane
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 
 class Module:

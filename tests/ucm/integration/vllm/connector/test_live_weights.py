@@ -16,7 +16,7 @@ from ucm.integration.vllm.connector.identity import LiveWeights, running_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 

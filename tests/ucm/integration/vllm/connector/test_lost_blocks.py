@@ -10,7 +10,7 @@ from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, move
 from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 
 def test_blocks_that_a_preempted_request_had_are_not_saved_when_its_load_is_aborted(clock: SimulatedClock) -> None:

@@ -11,7 +11,7 @@ from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, move
 from ucm.integration.vllm.connector.metadata import WeightsReport
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 # Starting anew
 

@@ -12,7 +12,7 @@ from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, move
 from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 # Lookup
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 GEOMETRY = BlockGeometry((4096,) * 4, b"0123456789abcdef")
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(6)]

@@ -13,7 +13,7 @@ from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 if TYPE_CHECKING:
     import pytest
 
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 
 def test_blocks_are_saved_with_the_step_that_fills_them(clock: SimulatedClock) -> None:

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.config.problems import Place
     from ucm.hashing.file_contents import Digests
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
-    from ucm.testing.clock import SimulatedClock
 
 
 #: The KV of the longest request on two ranks, in bytes.

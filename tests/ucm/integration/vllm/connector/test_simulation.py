@@ -25,7 +25,7 @@ from tests.ucm.integration.vllm.connector.simulation.truth import VOCABULARY, Ke
 from tests.ucm.integration.vllm.connector.simulation.verify import wrong_blocks
 
 if TYPE_CHECKING:
-    from ucm.testing.clock import SimulatedClock
+    from tests.clock import SimulatedClock
 
 ROOT = Path(__file__).parents[5]
 #: The number of starts on one store, and of requests in each.

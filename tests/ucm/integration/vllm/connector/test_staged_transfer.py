@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.tensors import Tensor
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockTransfer, KVStore, TaskResult
-    from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 
@@ -113,7 +113,7 @@ class Setup:
         self.caches: dict[str, Tensor] = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in ALL}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
         self.device = Failing(group, all_as_torch(self.caches), BLOCKS, {})
-        config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0)
+        config = StoreConfig(directories=(str(directory),))
         self.store = Watched(open_store(config, "model/rank0", self.device.geometry, clock=clock), clock)
         block = self.device.geometry.nbytes
         self.transfer = StagedTransfer(

@@ -9,6 +9,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
+from tests.clock import SimulatedClock
 from tests.ucm.integration.vllm.connector.scene import SIZE, Scene, request
 from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
@@ -16,7 +17,6 @@ from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.memory.slab import KEEP_SECONDS, PAGE, State
-from ucm.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +77,31 @@ def test_what_is_staged_is_promised_at_once_and_without_a_medium(clock: Simulate
     scene.stager.release(second)
     assert scene.used == 0
     scene.store.answers.set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_medium_is_asked_only_for_what_is_not_staged(
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Prompts that begin alike: their common blocks are found in memory, also if the medium has lost them meanwhile."""
+    scene = Scene(clock, ranks=ranks)
+    other = [*TOKENS[:16], *range(100, 117)]
+    common, rest = scene.keep(TOKENS)[:4], scene.keep(other)[4:]
+    assert looked_up(scene) == 32
+    asked: list[list[BlockKey]] = []
+
+    def ask(keys: Sequence[BlockKey]) -> int:
+        asked.append(list(keys))
+        return len(keys)
+
+    for store in scene.stores[0]:
+        store.keys -= set(common)
+        monkeypatch.setattr(store, "lookup_on_prefix", create_autospec(store.lookup_on_prefix, side_effect=ask))
+    assert looked_up(scene, other) == 32
+    assert asked == [rest] * ranks
+    scene.stager.start_anew()
+    assert looked_up(scene, other) == 0
+    assert asked[ranks:] == [[*common, *rest]] * ranks, "what was staged under other weights is not found any more"
 
 
 def test_an_engine_without_requests_gives_memory_back(clock: SimulatedClock) -> None:
@@ -330,6 +355,26 @@ def test_which_block_is_missing_is_told_later_or_not_at_all(clock: SimulatedCloc
     scene.stager.use(use(scene, chain))
     assert scene.stager.answers() == []
     scene.store.answers.set()
+
+
+def test_what_many_requests_use_is_not_asked_for_each_time(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
+    chain = scene.keep(TOKENS)
+
+    def asked(keys: Sequence[bytes] = chain) -> int:
+        before = scene.store.lookups
+        scene.stager.use(use(scene, keys))
+        clock.run_until_idle()
+        return scene.store.lookups - before
+
+    assert [asked(chain[:4]), asked(chain[:4]), asked(), asked(chain[:6])] == [1, 0, 1, 0]
+    scene.store.keys.clear()
+    clock.advance(staging.STORED_SECONDS)
+    assert (asked(), scene.stager.answers()) == (1, [("r", 0, 0)])
+    scene.keep(TOKENS)
+    assert [asked(), asked()] == [1, 0], "what was missing is asked for again"
+    scene.stager.begin(scene.stores)
+    assert asked() == 1, "other stores, of another identity, may have other blocks"
 
 
 def test_a_window_is_searched_for_the_blocks_in_it_alone(clock: SimulatedClock) -> None:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import Buffer
-    from ucm.testing.clock import SimulatedClock
 
 pytest_plugins = ("tests.simulated",)
 
@@ -66,7 +66,7 @@ class Setup:
         self.clock = clock
         self.caches = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in range(LAYERS)}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
-        config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, save_threads=2, save_nice=0)
+        config = StoreConfig(directories=(str(directory),), save_threads=2, save_nice=0)
         self.counts = Counts()
         if on_device:
             from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch  # noqa: PLC0415 - needs torch

@@ -29,9 +29,9 @@ from ucm.store.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from tests.clock import SimulatedClock
     from ucm.clock import Clock
     from ucm.store.base import StoreError
-    from ucm.testing.clock import SimulatedClock
 
 LAYERS = [f"layer.{number}" for number in range(6)]
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(8)]

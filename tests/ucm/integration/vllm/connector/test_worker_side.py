@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from ucm.store.base import TierStats
-    from ucm.testing.clock import SimulatedClock
 
 MOVES = [BlockMoves("r", 0, [], [], [])]
 

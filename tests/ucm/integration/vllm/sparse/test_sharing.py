@@ -53,7 +53,6 @@ DENSE_PROMPTS: list[dict[str, Any]] = [
 ALONE: list[dict[str, Any]] = [
     {},
     {"Probe": {"report_dir": "unused"}},
-    {"ucm.sparse.topk.attention_share:MassProbe": {}},
 ]
 #: The release that brought each connector, and where its other modules are.
 FIRST = {

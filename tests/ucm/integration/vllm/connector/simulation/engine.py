@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.step import Step, Work
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
     from ucm.store.base import BlockGeometry, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 #: How long an engine without work sleeps for the threads that it waits for, and its limit without progress, in
 #: simulated seconds.
@@ -40,7 +40,7 @@ def open_blocks(
     clock: SimulatedClock, directory: Path, part: int, group: int, geometry: BlockGeometry | None
 ) -> KVStore:
     """Return the store of one part of a group's blocks: a rank's, or a slice of heads."""
-    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
+    config = StoreConfig(directories=(str(directory),), rest_seconds=0, save_nice=0)
     return open_store(config, f"model/part{part}-g{group}", geometry, clock=clock)
 
 

@@ -13,13 +13,13 @@ from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
     from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockGeometry, KVStore
-    from ucm.testing.clock import SimulatedClock
 
 
 class OpenStore(Protocol):

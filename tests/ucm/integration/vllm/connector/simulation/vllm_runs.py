@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
-    from ucm.testing.clock import SimulatedClock
 
 #: The minimum and maximum number of starts on one store, and the requests in each.
 STARTS, MOST_STARTS, REQUESTS = 2, 8, 40

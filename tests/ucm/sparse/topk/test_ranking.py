@@ -8,9 +8,9 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from ucm.sparse.topk import representatives
+from ucm.sparse.topk import codes
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import WHOLE, ranked, shares
+from ucm.sparse.topk.ranking import WHOLE, ranked, shares
 
 BLOCKS, SIZE, KV_HEADS, HEAD = 9, 4, 2, 8
 
@@ -37,7 +37,7 @@ def test_only_the_named_blocks_are_updated() -> None:
 
 
 def test_keys_are_read_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(representatives, "AT_ONCE", 3 * SIZE * KV_HEADS * HEAD)
+    monkeypatch.setattr(codes, "AT_ONCE", 3 * SIZE * KV_HEADS * HEAD)
     cache, read = keys(), []
 
     def read_keys(ids: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_rows_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         return scores(some, blocks)
 
     monkeypatch.setattr(made, "scores", counted)
-    monkeypatch.setattr(representatives, "SCORED_AT_ONCE", 2 * (KV_HEADS * HEAD + 6) * 3)
+    monkeypatch.setattr(codes, "SCORED_AT_ONCE", 2 * (KV_HEADS * HEAD + 6) * 3)
     for of in (None, hidden):
         scored.clear()
         found = made.shares(query, ids, of)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.clock import SimulatedClock, StuckError
 from ucm.clock import SYSTEM, system_started
-from ucm.testing.clock import SimulatedClock, StuckError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
