@@ -198,16 +198,8 @@ class Recurrent:
         self.rounds = campaign(environment, directory / "campaign", engine, self.block)
 
 
-#: How drafts are made, and of which tokens answers may be: the first drafts know how many of them are right, the others
-#: are what followed the same tokens before, which is often right if there are two tokens only.
-DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "known": ({"method": "custom_class", "model": "drafts.Known"}, {}),
-    "n-grams": ({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}, {"allowed_token_ids": [5, 6]}),
-}
-
-
 class Drafted:
-    """The engines of a model with gated delta nets, which verify drafts, some of them right.
+    """The engines of a model with gated delta nets, which verify drafts of which a known number is right.
 
     Prompts end a few tokens before a block does, so each answer fills one, and vLLM moves the state after it to where
     it is found. The kernels that move it are Triton's, which is interpreted here.
@@ -216,7 +208,7 @@ class Drafted:
     #: How many tokens before a block's end the prompts end.
     short = (1, 2, 3, 6, 9)
 
-    def __init__(self, release: str, directory: Path, drafts: str) -> None:
+    def __init__(self, release: str, directory: Path) -> None:
         from tests.e2e.environment import with_triton_and_overlay  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
         from tests.e2e.prefix_models import GATED, GATED_ENGINE, write_tiny_model  # noqa: PLC0415
@@ -224,20 +216,17 @@ class Drafted:
 
         environment = with_triton_and_overlay(release)
         texts, store = directory / "texts.json", directory / "store"
-        speculative, allowed = DRAFTS[drafts]
         engine = {
             "model": str(write_tiny_model(environment, "gated", GATED)),
             **GATED_ENGINE,
             "prefix_cache_retention_interval": GATED_BLOCK,  # vLLM keeps states at the ends of all blocks
-            "speculative_config": {**speculative, "num_speculative_tokens": 3},
+            "speculative_config": {"method": "custom_class", "model": "drafts.Known", "num_speculative_tokens": 3},
         }
-        # V2 drafts n-grams by a kernel with masks of integers, which Triton's interpreter refuses.
-        runner = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-        switches = {**IN_PROCESS, **runner, "PYTHONPATH": str(INSIDE), "UCM_TEST_DRAFTS": str(texts)}
+        switches = {**IN_PROCESS, "TRITON_INTERPRET": "1", "PYTHONPATH": str(INSIDE), "UCM_TEST_DRAFTS": str(texts)}
         prompts = [prompt(2 * GATED_BLOCK - count, "drafted") for count in self.short]
 
         def ask(started: PrefixEngine, prompts: Sequence[list[int]]) -> list[Answer]:
-            return [answer for tokens in prompts for answer in started.generate([request(tokens, 16, **allowed)])]
+            return [answer for tokens in prompts for answer in started.generate([request(tokens, 16)])]
 
         texts.write_text("[]", encoding="utf-8")  # no draft is right
         with PrefixEngine(environment, directory / "reference", engine, switches) as started:
@@ -258,13 +247,11 @@ class Drafted:
             self.restarted = ask(started, [*turns, *prompts])
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
-def drafted(
-    request: pytest.FixtureRequest, release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory
-) -> Drafted:
+@pytest.fixture(scope="module")
+def drafted(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     if not (prefix_runs.environments[None].site / "vllm" / "v1" / "worker" / "cpu" / "model_runner.py").exists():
         pytest.skip(f"vLLM {release} has no interpreted kernels for the CPU")
-    return Drafted(release, tmp_path_factory.mktemp("drafted"), request.param)
+    return Drafted(release, tmp_path_factory.mktemp("drafted"))
 
 
 def test_tokens_with_states_that_move_under_drafts(drafted: Drafted) -> None:
