@@ -655,7 +655,7 @@ class Stager:
         """Return the index of the first expected block that a rank lacks; None if there is none."""
         if not use.expected:
             return None
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if now >= self._stored_until or len(self._stored) > _MOST_STORED:
             self._stored, self._stored_until = set(), now + STORED_SECONDS
         group, keys = use.group.index, use.keys[use.expected.start : use.expected.stop]
