@@ -640,6 +640,15 @@ def drafts_look_ahead(vllm_config: Any) -> bool:
     return draft is not None and bool(draft.use_eagle())
 
 
+def drafts_spoil_sampling(vllm_config: Any) -> bool:
+    """Return whether steps that verify drafts give wrong tokens while one of their requests samples.
+
+    On a CPU, up to 0.33.0 at least, vLLM writes the temperatures of drafts into a copy that it drops, and divides the
+    logits of all drafts by what was in the memory before.
+    """
+    return device_type(vllm_config) == "cpu"
+
+
 def device_type(vllm_config: Any) -> str:
     """Return the type of the device that the engine runs on, such as ``cuda``; empty if the release does not say."""
     device = getattr(vllm_config, "device_config", None)

@@ -48,6 +48,11 @@ EDGES = [
     request(TARGETS[0], "edges", ANSWER, arrives=2),
     {**request(TARGETS[1], "edges"), "params": {"max_tokens": ANSWER, "temperature": 0.0, "logprobs": 1}},
 ]
+#: Requests beside one that samples, which comes while their drafts wait to be verified.
+SAMPLING = [
+    *(request(tokens, "sampling") for tokens in TARGETS),
+    {**request(TARGETS[0], "sampling", arrives=4), "params": {"max_tokens": ANSWER // 2, "temperature": 0.8}},
+]
 
 
 def phases(salt: str) -> dict[str, list[dict[str, Any]]]:
@@ -59,6 +64,7 @@ def phases(salt: str) -> dict[str, list[dict[str, Any]]]:
         "crowd": [{**one, "salt": f"{salt} crowd"} for one in leaving],
         "second turn": [{**one, "salt": salt} for one in second_turn(salt, "again")],
         "edges": [{**one, "salt": f"{salt} edges"} for one in EDGES],
+        "sampling": [{**one, "salt": f"{salt} sampling"} for one in SAMPLING],
     }
 
 
@@ -145,6 +151,12 @@ def test_up_to_the_longest_context_and_with_probabilities(drafted: Drafted) -> N
     assert len(ours[0]["tokens"]) == 30
     assert ours[2]["logprobs"] == pytest.approx(theirs[2]["logprobs"], abs=1e-4)
     assert len(ours[2]["logprobs"]) == len(ours[2]["tokens"]) > 1
+
+
+def test_beside_a_request_that_samples(drafted: Drafted) -> None:
+    """On a CPU, vLLM gives all requests with drafts wrong tokens then."""
+    assert tokens(drafted.roomy["sampling"]) == answers(drafted.dense)
+    assert drafted.roomy["sampling"][-1]["drafted"] > 0
 
 
 @pytest.mark.parametrize("salt", ["ours", "chunks"])

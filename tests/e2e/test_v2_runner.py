@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.engine import variables
+from tests.e2e.engine import run_engine, variables
 from tests.e2e.model import LAYERS
 from tests.e2e.processes import IN_PROCESS
 from tests.e2e.runner_runs import ABORTED, AGAIN, BLENDED, CROWD, FULL, METHODS, ORDERED, SCENARIOS, SEEDED, V2, Runs
 from ucm.sparse.base import Role
 from ucm.sparse.probe import HOOKS, METADATA_RECEIVED, ProcessReport, read_reports
+from ucm.sparse.topk.drafts import CUSTOM, DRAFTER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,6 +163,18 @@ def test_with_a_full_budget_the_work_is_done(v2: Runs) -> None:
     for name in ("SinkWindow", "ReRoPE"):
         assert f"[UCM.Sparse] {name} is active on the worker side" in finished(v2, f"{name} full").log
     assert set(FULL) == set(METHODS)
+
+
+def test_vllm_refuses_sparse_drafts_by_name(v2: Runs, tmp_path: Path) -> None:
+    """V2 knows no proposers of another package; whoever asks for it by its variable gets no V1."""
+    environment = v2.environment("shipped", v2=True)
+    engine = {
+        "additional_config": {"ucm_sparse_config": {"SparseDrafts": {}}},
+        "speculative_config": {"method": CUSTOM, "model": DRAFTER, "num_speculative_tokens": 4},
+    }
+    run = run_engine(environment, tmp_path, engine=engine, switches={**V2, **IN_PROCESS}, batches={})
+    assert run.code != 0
+    assert f"Model Runner V2 does not yet support: speculative method '{CUSTOM}'" in run.log
 
 
 def test_every_hook_is_spoken_for() -> None:

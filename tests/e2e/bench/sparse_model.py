@@ -65,9 +65,19 @@ def engine(length: int) -> dict[str, Any]:
     }
 
 
-def write_model(python: Path) -> None:
-    """Write the model where `engine` looks for it, unless it is there; the interpreter is one that has torch."""
-    write_llama(python, DIRECTORY, LLAMA)
+def write_model(python: Path, attention: float = 1.0) -> Path:
+    """Write the model, unless it is there; `engine` looks for the usual one.
+
+    Args:
+        python: An interpreter that has torch.
+        attention: What attention adds to the hidden states, as a multiple of what it usually adds.
+
+    Returns:
+        The model's directory.
+    """
+    directory = DIRECTORY if attention == 1.0 else DIRECTORY.with_name(f"{DIRECTORY.name}-{attention}")
+    write_llama(python, directory, LLAMA, attention)
+    return directory
 
 
 def prompt(length: int) -> list[int]:

@@ -51,12 +51,16 @@ class Steps:
         )
         hooks.engine_core_started(core)
         method: Any = hooks.worker_method(config)
-        self.method = method
+        self._method, self._payoff, self._told = method, method._payoff, method.made
         self.making = 0.0  #: the seconds in which the drafts after the last step were made
         method.made = self._made
         self._hasher = self._block_hasher(config, hashed)
         if skips_prompts:
             self._skip_prompts()
+
+    def draft(self, most: int, *, measured: bool) -> None:
+        """Let the next request be drafted: as many tokens as pay, or as many as are allowed."""
+        self._method._most, self._method._payoff = most, self._payoff if measured else None
 
     def add(self, name: str, prompt: list[int], count: int, asked: object) -> None:
         """Add a request."""
@@ -81,8 +85,8 @@ class Steps:
         return scheduled, sum(len(one.new_token_ids) for each in told.values() for one in each.outputs)
 
     def _made(self, drafts: int, seconds: float) -> None:
-        del drafts
         self.making = seconds
+        self._told(drafts, seconds)
 
     @staticmethod
     def _block_hasher(config: Any, tokens: int) -> Any:
@@ -112,22 +116,26 @@ class Steps:
 def measured(steps: Steps, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Serve requests one after the other; return for each the seconds of its steps, and what they verified.
 
+    The step that ends the prompt is left out. The drafts made after it are as many as those after the last token.
+
     Args:
         steps: The engine's parts.
-        requests: Each has a ``prompt``, a ``count`` of tokens, what is ``asked`` of the method, and ``drafts``.
+        requests: Each has a ``prompt``, a ``count`` of tokens, what is ``asked`` of the method, the most ``drafts`` of
+            a step, and whether only those are made that pay (``measured``).
     """
     found = []
     for number, request in enumerate(requests):
         name, told = str(number), []
-        steps.method._most = request["drafts"]
+        steps.draft(request["drafts"], measured=request["measured"])
         steps.add(name, request["prompt"], request["count"], request["asked"])
         while steps.scheduler.has_requests():
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             scheduled, tokens = steps.step()
-            took = time.perf_counter() - began
+            took, busy = time.perf_counter() - began, time.process_time() - busy
             drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
             if tokens:
-                told.append({"drafts": drafts, "tokens": tokens, "step": took - steps.making, "making": steps.making})
+                parts = {"step": took - steps.making, "making": steps.making, "busy": busy}
+                told.append({"drafts": drafts, "tokens": tokens, **parts})
         found.append({**request, "prompt": len(request["prompt"]), "steps": told[1:]})
     return found
 

@@ -1,4 +1,4 @@
-"""Write the weights of the Llama that times to first token are measured on: `ttft_model.py DIRECTORY`.
+"""Write the weights of the Llama that times to first token are measured on: `ttft_model.py DIRECTORY ATTENTION`.
 
 vLLM's own dummy weights are so small that the first token hardly depends on the context. These are drawn like those of
 `tests.e2e.model`, at a scale at which it does, so that wrong keys and values change the token.
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 
-def weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """All parameters, drawn in a fixed order."""
+def weights(config: dict[str, Any], attention: float) -> dict[str, torch.Tensor]:
+    """All parameters, drawn in a fixed order; the output of attention is multiplied by a factor."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     source = torch.Generator().manual_seed(0)
@@ -43,7 +43,8 @@ def weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
         for name, (rows, columns) in shapes.items():
-            found[f"model.layers.{layer}.{name}.weight"] = matrix(rows, columns, 2.5 / columns**0.5)
+            scale = attention if name == "self_attn.o_proj" else 1.0
+            found[f"model.layers.{layer}.{name}.weight"] = matrix(rows, columns, 2.5 * scale / columns**0.5)
     return found
 
 
@@ -52,6 +53,6 @@ if __name__ == "__main__":
     draft = directory / "model.part"
     # By name: it is only there where vLLM is.
     importlib.import_module("safetensors.torch").save_file(
-        weights(json.loads((directory / "config.json").read_text(encoding="utf-8"))), draft
+        weights(json.loads((directory / "config.json").read_text(encoding="utf-8")), float(sys.argv[2])), draft
     )
     draft.rename(directory / "model.safetensors")

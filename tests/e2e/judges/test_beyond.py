@@ -19,3 +19,10 @@ def test_a_loss_counts_in_its_part_of_the_text_and_a_code_where_it_is_asked_for(
     assert cells["way"] == ["1.000", "2.000", "3.000", "2", "3", "4"]
     assert [cell.strip() for cell in cells[NEWEST][:3]] == ["", "0.500", "0.500"]
     assert sum(length - TRAINED < end for end in ends) == 2 == int(lines[3].strip(" |").split(" | ")[-1])
+
+
+def test_a_shorter_text_has_fewer_columns() -> None:
+    places = PLACES[:3]
+    losses, right = [2.0] * (places[-1] - 1), {str(place): [True] for place in places[1:]}
+    *_, row = table([{"name": "way", "begin": 0, "losses": losses, "right": right}], set(), [10], places)
+    assert row == "| way | 2.000 | 2.000 | 1 | 1 |"

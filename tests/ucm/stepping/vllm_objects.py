@@ -97,7 +97,12 @@ class Requests:
         self._number += 1
         extra = None if asked is None else {"ucm_sparse": asked}
         params = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=self._stop, detokenize=False, extra_args=extra
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            stop_token_ids=self._stop,
+            detokenize=False,
+            extra_args=extra,
         )
         params.update_from_generation_config({}, 1)
         return Request(f"{self._number}", list(prompt), params, None, block_hasher=self._hasher, priority=priority)

@@ -66,7 +66,7 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
     found, tokens = find(prompt)
     config, authenticator = prompt.config, authenticator_of(prompt.config, of_tool=True)
     compresses = config.tiers.get(first, {}).get("compression", "none") != "none"
-    if compresses and any(len(one.stored.ranks) > 1 for one in found):
+    if compresses and any(one.stored.geometry_of_all is None for one in found):
         raise UcmError(
             "blocks of several ranks cannot be prefetched into a tier that compresses",
             where=f"store: tiers: {first}: compression",
@@ -82,9 +82,8 @@ def prefetch(prompt: Prompt) -> dict[str, Any]:
         for one in found:
             stored = one.stored
             depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
-            # What several ranks store differs from what the one that describes the engine would store; a block's own
-            # header suffices to read it.
-            geometry = stored.geometry if len(stored.ranks) == 1 else None
+            # Without the geometry, which may differ between ranks, a block's own header suffices to read it.
+            geometry = stored.geometry_of_all
             for namespace in stored.ranks if depths else ():
                 top, *others = (
                     stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))

@@ -66,24 +66,38 @@ class SparseDrafter:
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         method = worker_method(self._config)
-        if not isinstance(method, SparseDrafts):  # memory profiling
+        runner = method.runner() if isinstance(method, SparseDrafts) else None
+        if not isinstance(method, SparseDrafts) or runner is None:  # memory profiling
             return drafts
-        numbers = method.drafts(sampled_token_ids, num_tokens_no_spec)
+        rows = len(drafts)
+        numbers = method.drafts(sampled_token_ids, num_tokens_no_spec[:rows], num_slots(runner, rows))
         if not numbers:
             return drafts
         began = SYSTEM.monotonic()
         forward = DraftForward(self._config, method)
         # Those with most drafts come first, so that each step runs those that are left.
-        rows = np.array(sorted(numbers, key=lambda row: -numbers[row]), np.int64)
-        lens = num_tokens_no_spec[rows].astype(np.int64)
-        newest = forward.tokens(token_ids_cpu[rows, lens - 1])
+        order = np.array(sorted(numbers, key=lambda row: -numbers[row]), np.int64)
+        lens = num_tokens_no_spec[order].astype(np.int64)
+        newest = forward.tokens(token_ids_cpu[order, lens - 1])
         for number in range(max(numbers.values())):
             left = sum(of > number for of in numbers.values())
-            newest = forward.run(rows[:left], lens[:left] - 1 + number, newest[:left], number)
-            for row, token in zip(rows.tolist(), newest.tolist(), strict=False):
+            newest = forward.run(order[:left], lens[:left] - 1 + number, newest[:left], number)
+            for row, token in zip(order.tolist(), newest.tolist(), strict=False):
                 drafts[row].append(token)
         method.made(sum(numbers.values()), SYSTEM.monotonic() - began)
         return drafts
+
+
+def num_slots(runner: Any, rows: int) -> NDArray[np.int64]:
+    """Return ``[rows]``, int64: the tokens for whose KV each row of vLLM's batch has blocks, in every group.
+
+    vLLM 0.22.1 reserves none behind a prompt that one step computes from its start.
+    """
+    tables = runner.input_batch.block_table.block_tables
+    slots: NDArray[np.int64] = np.min(
+        [table.num_blocks_per_row[:rows].astype(np.int64) * table.block_size for table in tables], 0
+    )
+    return slots
 
 
 class DraftForward:

@@ -100,6 +100,11 @@ class StoredGroup:
     geometry: BlockGeometry
     ranks: tuple[str, ...]
 
+    @property
+    def geometry_of_all(self) -> BlockGeometry | None:
+        """The geometry of a block in each of these; None if several ranks store another one, which is not known."""
+        return self.geometry if self.group.slices or len(self.ranks) == 1 else None
+
 
 @dataclass(frozen=True)
 class EngineFacts:

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from ucm.clock import SYSTEM
-from ucm.compat import optional
+from ucm.compat import drafts_spoil_sampling, optional
 from ucm.errors import SparseMethodError
 from ucm.sparse.attention import StepBatch
 from ucm.sparse.options import parse_options
@@ -108,10 +108,13 @@ class SparseDrafts(BlockTopK):
         self.runner: Callable[[], Any] = lambda: None
         self._longest = int(optional(vllm_config, "model_config.max_model_len") or sys.maxsize)
         self._most = int(optional(vllm_config, "speculative_config.num_speculative_tokens") or 0)
+        self._greedy_only = drafts_spoil_sampling(vllm_config)
+        self._sampling: bool | None = False  #: whether any request does; on the scheduler's side None: to be found out
+        self._requests: Mapping[str, Any] = {}  #: the scheduler's
         always = parse_options(self.options_type, self._name, options).drafting == "always"
         self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
         self._step: StepBatch | None = None  #: the engine's running step
-        self._verified: Mapping[str, int] = {}  #: the drafts that it verifies
+        self._made: Mapping[str, int] = {}  #: the drafts that were made before it
         self._drafting = False
         self._chosen: Chosen | None = None  #: by the first drafts after the running step
 
@@ -127,9 +130,17 @@ class SparseDrafts(BlockTopK):
         return [*super().advice(options), f"it drafts only if vLLM is started with {HOW}"]
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Do not limit them."""
-        del request, num_computed_tokens
-        return num_new_tokens
+        """Where they would spoil it, let no step verify drafts while a request samples."""
+        if self._sampling is None:
+            params = [one.sampling_params for one in self._requests.values()]
+            self._sampling = any(of is not None and of.temperature > 0 for of in params)
+        return min(num_new_tokens, request.num_tokens - num_computed_tokens) if self._sampling else num_new_tokens
+
+    def build_metadata(self, scheduler_output: Any) -> object:
+        """Send nothing; requests come and go between steps."""
+        del scheduler_output
+        self._sampling = None if self._greedy_only else False
+        return None
 
     def before_allocation(self, request: Any) -> bool:
         """Leave all blocks to be shared."""
@@ -151,10 +162,20 @@ class SparseDrafts(BlockTopK):
                 raise SparseMethodError(
                     f"SparseDrafts does not serve {what}", where=f"{where} = {found!r}"[:200], fix=WITHOUT
                 )
+        if self._greedy_only:
+            self._logger.info(
+                "[UCM.Sparse] %s drafts nothing while a request samples (temperature): this vLLM would then give wrong "
+                "tokens on a CPU",
+                self._name,
+            )
         super().worker_started()
 
     def scheduler_started(self, scheduler: Any) -> None:
-        """Reserve slots for the KV of drafts, as vLLM does for draft models; refuse a connector that may save it."""
+        """Reserve slots for the KV of drafts, as vLLM does for draft models; refuse a connector that may save it.
+
+        vLLM would also pad the first step of some requests with drafts that are none, for full CUDA graphs, unless the
+        number of drafts depends on that of the requests.
+        """
         connector = optional(scheduler, "connector")
         if connector is not None and not type(connector).__module__.startswith("ucm."):
             raise SparseMethodError(
@@ -164,6 +185,9 @@ class SparseDrafts(BlockTopK):
                 fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
             )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
+        if optional(scheduler, "dynamic_sd_lookup", ()) is None:
+            scheduler.dynamic_sd_lookup = [self._most] * (scheduler.max_num_running_reqs + 1)
+        self._requests, self._sampling = scheduler.requests, None if self._greedy_only else False
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
@@ -182,37 +206,42 @@ class SparseDrafts(BlockTopK):
             runner.effective_drafter_max_model_len = sys.maxsize
         super().execute_begin(runner, scheduler_output, input_batch)
         self._step = batch = self._batch
-        self._verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
+        self._sampling = self._greedy_only and not input_batch.all_greedy
         if self._payoff is not None and batch is not None:
+            verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
-            self._payoff.begin(batch.request_ids, self._verified, decodes=bool(decodes.all()))
+            self._payoff.begin(batch.request_ids, verified, decodes=bool(decodes.all()))
 
-    def drafts(self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.int32]) -> dict[int, int]:
+    def drafts(
+        self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.int32], num_slots: NDArray[np.int64]
+    ) -> dict[int, int]:
         """Return how many drafts to make for which rows of the step that has just run.
 
         Args:
             sampled: The tokens that each row has generated.
             num_tokens: The tokens that it has, these included.
+            num_slots: The tokens for whose KV it has blocks. The last draft of a step writes none.
         """
         step, planner, self._chosen = self._step, self._planner, None
         if step is None or planner is None:
             return {}
         chosen: dict[str, int] = {}
+        left = np.minimum(self._longest, num_slots + 1) - num_tokens
+        made, self._made = self._made, {}
         for row, new in enumerate(sampled):
             request_id = step.request_ids[row]
-            verified = self._verified.get(request_id, 0)
-            if verified and new:
-                self.counts["drafted"] += verified
+            if new and request_id in made:
+                # Those that vLLM has not verified gained nothing either: a grammar, for instance, does not allow them.
+                self.counts["drafted"] += made[request_id]
                 self.counts["accepted"] += len(new) - 1
                 if self._payoff is not None:
-                    self._payoff.judged(request_id, verified, len(new) - 1)
-            long = planner.thresholds(request_id)[1] < num_tokens[row] < self._longest
-            if new and long and request_id not in self._dense:
+                    self._payoff.judged(request_id, made[request_id], len(new) - 1)
+            long = planner.thresholds(request_id)[1] < num_tokens[row]
+            if new and long and left[row] > 0 and request_id not in self._dense and not self._sampling:
                 chosen[request_id] = row
         numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
-        return {
-            chosen[name]: min(number, self._longest - int(num_tokens[chosen[name]])) for name, number in numbers.items()
-        }
+        self._made = {name: min(number, int(left[chosen[name]])) for name, number in numbers.items()}
+        return {chosen[name]: number for name, number in self._made.items()}
 
     def made(self, drafts: int, seconds: float) -> None:
         """Drafts were made after a step."""

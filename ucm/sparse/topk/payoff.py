@@ -26,8 +26,9 @@ OUTLIER = 4.0
 WORTHWHILE = 1.05
 #: The steps without drafts that are measured first, and the drafted steps after which one more is.
 FIRST, AGAIN = 2, 64
-#: The steps of a trial, their drafts, and the share of the time that trials may lose; and the steps after a trial in
-#: which there is no other, even if nothing was lost, for instance because other requests gain.
+#: The steps of a trial, its drafts, which are also a request's first ones, and the share of the time that trials may
+#: lose; and the steps after a trial in which there is no other, even if nothing was lost, for instance because other
+#: requests gain.
 TRIAL, FEW, LOSS, REST = 3, 2, 0.01, 100
 
 
@@ -195,9 +196,10 @@ class Payoff:
         found = {}
         for request_id in request_ids:
             chance = self._chances.get(request_id, Chance()).value(self._all)
-            number = costs.best(chance, self._most, 1.0 if request_id in self._on else WORTHWHILE)
-            if number:
-                found[request_id] = number
+            known = request_id in self._on
+            number = costs.best(chance, self._most, 1.0 if known else WORTHWHILE)
+            if number:  # what others accepted promises little of this one's text
+                found[request_id] = number if known else min(FEW, number)
         self._on = self._on.difference(request_ids).union(found)
         return found
 

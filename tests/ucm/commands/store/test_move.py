@@ -77,6 +77,35 @@ def test_all_ranks_and_only_what_a_window_reaches(
     assert run("lookup", "--json").data["groups"][1]["blocks"][2]["tiers"] == ["Cache"], "where all ranks have it"
 
 
+def test_slices_of_heads_into_a_tier_that_compresses(
+    run: Callable[..., Answer],  # noqa: F811 - fixtures
+    config: Path,  # noqa: F811
+    tmp_path: Path,
+    memory: str,
+    described: dict[str, Any],  # noqa: F811
+) -> None:
+    """They are alike on all ranks, so that one of them tells what a block holds."""
+    (full,) = described["facts"].stored
+    slices = tuple(f"{NAMESPACE}/kv{place}of2-g0" for place in range(2))
+    described["facts"] = replace(
+        described["facts"], stored=(replace(full, group=replace(full.group, slices=2), ranks=slices),)
+    )
+    root = str(tmp_path / "other")
+    for namespace in slices:
+        with open_store(StoreConfig(pipeline="Dram", dram_directory=memory), namespace, GEOMETRY) as opened:
+            assert not save(opened, keys(5), GEOMETRY).failed
+    compression: dict[str, Any] = {"tiers": {"Posix": {"compression": "lossless"}}}
+    settings = {"pipeline": "Posix|Dram", "dram_directory": memory, "directories": root, **compression}
+    config.write_text(json.dumps({"store": settings, "kv_head_shards": 2}), encoding="utf-8")
+    answer = run("prefetch", "--json")
+    assert answer.code == 0, answer.err
+    assert answer.data["copied"] == 10
+    copied = StoreConfig(pipeline="Posix", directories=(root,), **compression)
+    for namespace in slices:
+        with open_store(copied, namespace, GEOMETRY) as opened:
+            assert fetch(opened, keys(5), GEOMETRY) == ({block: content(block, GEOMETRY) for block in keys(5)}, {})
+
+
 @pytest.mark.parametrize("ranks", [(G0,), (G0, f"{G0}-other")])
 @pytest.mark.parametrize("pipeline", ["Dram|Posix", "Posix|Dram"])
 def test_compressed_and_authenticated_blocks(

@@ -33,16 +33,27 @@ OPTIONS = {"token_budget": 16, "min_context": 0, "sink_tokens": 4, "recent_token
 ROW = list(range(10, 20))
 
 
+class View(FakeView):
+    """Of which a batch is a part of vLLM's."""
+
+    def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
+        return super().batch(runner, scheduler_output, input_batch.step)
+
+
 class Worker:
     """A worker's method, and one layer of its model.
 
     Args:
+        device: The type of its device.
         **options: Those of the method that differ from `OPTIONS`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.method = SparseDrafts(config(), Role.WORKER, {**OPTIONS, "drafting": "always", **options})
-        self.view = FakeView()
+    def __init__(self, device: str = "cuda", **options: Any) -> None:
+        about = config(device_config=SimpleNamespace(device_type=device))
+        self.method = SparseDrafts(about, Role.WORKER, {**OPTIONS, "drafting": "always", **options})
+        self.view = View()
+        #: Whether no request samples.
+        self.all_greedy = True
         self.method.attention = self.view
         self.method.worker_started()
         self._kv = torch.randn((2, BLOCKS, SIZE, KV_HEADS, HEAD), generator=torch.Generator().manual_seed(0))
@@ -50,7 +61,7 @@ class Worker:
     def step(self, batch: StepBatch, rows: Sequence[Sequence[int]], **verified: int) -> Metadata:
         """Run a step of the engine; return the metadata that its attention uses."""
         output = SimpleNamespace(scheduled_spec_decode_tokens={name: [1] * of for name, of in verified.items()})
-        self.method.execute_begin(self, output, batch)
+        self.method.execute_begin(self, output, SimpleNamespace(step=batch, all_greedy=self.all_greedy))
         found = self._attend(metadata(batch, rows), int(batch.num_new_tokens.sum()))
         self.method.execute_finished(self, output, None)
         return found
@@ -63,8 +74,9 @@ class Worker:
         with self.method.drafting(own, at):
             return self._attend(metadata(batch, rows), len(own))
 
-    def chosen(self, sampled: Sequence[Sequence[int]], *num_tokens: int) -> dict[int, int]:
-        return self.method.drafts(sampled, np.array(num_tokens, np.int32))
+    def chosen(self, sampled: Sequence[Sequence[int]], *num_tokens: int, slots: int = BLOCKS * SIZE) -> dict[int, int]:
+        tokens = np.array(num_tokens, np.int32)
+        return self.method.drafts(sampled, tokens, np.full(len(tokens), slots, np.int64))
 
     def _attend(self, dense: Metadata, tokens: int) -> Metadata:
         query = torch.ones((tokens, HEADS, HEAD))
@@ -159,11 +171,32 @@ def test_drafts_end_where_a_context_does() -> None:
     assert worker.chosen([[5], [5], [5]], 31, 38, 40) == {0: 3, 1: 2}
 
 
+def test_drafts_write_no_kv_outside_of_a_request_s_blocks() -> None:
+    """The last draft's is not computed; without a block for the newest token there is none."""
+    worker = Worker()
+    for slots, expected in ((34, {0: 3}), (33, {0: 3}), (32, {0: 2}), (31, {0: 1}), (30, {})):
+        worker.step(step(("a", 30, 1, 8)), [ROW])
+        assert worker.chosen([[5]], 31, slots=slots) == expected
+
+
 def test_what_was_accepted_is_counted() -> None:
     worker = Worker()
-    worker.step(step(("a", 30, 4, 30), ("b", 30, 4, 30), ("c", 30, 1, 30)), [ROW, ROW, ROW], a=3, b=3)
-    worker.chosen([[5, 6, 7], [5], [5]], 33, 31, 31)
+    worker.step(step(("a", 29, 1, 29), ("b", 29, 1, 29), ("c", 3, 1, 2)), [ROW, ROW, ROW])
+    assert worker.chosen([[4], [4], [4]], 30, 30, 4) == {0: 3, 1: 3}
+    worker.step(step(("a", 29, 4, 29), ("b", 29, 4, 29), ("c", 4, 1, 2)), [ROW, ROW, ROW], a=3, b=3)
+    worker.chosen([[5, 6, 7], [5], [5]], 32, 30, 5)
     assert worker.method.summary().endswith("; 2 of 6 drafts accepted")
+
+
+@pytest.mark.parametrize("verified", [0, 1])
+def test_drafts_that_a_grammar_does_not_allow_were_made_in_vain(verified: int) -> None:
+    """vLLM verifies those before the first that its grammar forbids; such a request would be drafted for ever."""
+    worker = Worker()
+    worker.step(step(("a", 29, 1, 29)), [ROW])
+    assert worker.chosen([[4]], 30) == {0: 3}
+    worker.step(step(("a", 29, 1 + verified, 29)), [ROW], a=verified)
+    worker.chosen([[5] * (1 + verified)], 31 + verified)
+    assert worker.method.summary().endswith(f"; {verified} of 3 drafts accepted")
 
 
 def test_by_default_drafts_wait_until_steps_were_measured() -> None:
@@ -174,10 +207,13 @@ def test_by_default_drafts_wait_until_steps_were_measured() -> None:
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     worker = Worker(drafting="measured")
-    worker.step(step(("a", 30, 4, 30)), [ROW], a=3)
-    worker.chosen([[5, 6]], 32)
     payoff = worker.method._payoff
     assert payoff is not None
+    worker.step(step(("a", 29, 1, 29)), [ROW])
+    with patch.object(payoff, "choose", return_value={"a": 3}):
+        assert worker.chosen([[4]], 30)
+    worker.step(step(("a", 29, 4, 29)), [ROW], a=3)
+    worker.chosen([[5, 6]], 32)
     assert payoff._chances.keys() == {"a"}
     worker.method.requests_finished(worker, ["a"])
     assert not payoff._chances
@@ -199,10 +235,39 @@ def test_an_operator_is_told_how_to_start_vllm() -> None:
     assert f'--speculative-config \'{{"method": "{CUSTOM}", "model": "{DRAFTER}",' in line
 
 
-def test_slots_are_reserved_for_drafts() -> None:
-    scheduler = SimpleNamespace(num_lookahead_tokens=0)
+def test_slots_are_reserved_for_drafts_and_no_step_is_padded_with_none() -> None:
+    scheduler = SimpleNamespace(num_lookahead_tokens=0, requests={}, dynamic_sd_lookup=None, max_num_running_reqs=2)
     SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
     assert scheduler.num_lookahead_tokens == 3
+    assert scheduler.dynamic_sd_lookup == [3, 3, 3]
+    scheduler.dynamic_sd_lookup = [2, 2, 1]  # the operator's
+    SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
+    assert scheduler.dynamic_sd_lookup == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("device", "limited"), [("cpu", 1), ("cuda", 4)])
+def test_on_a_cpu_no_step_verifies_drafts_beside_a_request_that_samples(device: str, limited: int) -> None:
+    made = SparseDrafts(config(device_config=SimpleNamespace(device_type=device)), Role.SCHEDULER, OPTIONS)
+    scheduler = SimpleNamespace(num_lookahead_tokens=0, requests={})
+    made.scheduler_started(scheduler)
+    drafted = SimpleNamespace(num_tokens=31, sampling_params=SimpleNamespace(temperature=0.0))
+    prompt = SimpleNamespace(num_tokens=20, sampling_params=SimpleNamespace(temperature=0.7))
+    scheduler.requests["drafted"] = drafted
+    assert made.limit_new_tokens(drafted, 30, 4) == 4
+    made.build_metadata(None)
+    scheduler.requests["prompt"] = prompt  # it joins the step in which they would be verified
+    assert made.limit_new_tokens(drafted, 30, 4) == limited
+    assert made.limit_new_tokens(prompt, 0, 16) == 16
+    made.build_metadata(None)
+    del scheduler.requests["prompt"]
+    assert made.limit_new_tokens(drafted, 31, 4) == 4
+
+
+def test_on_a_cpu_nothing_is_drafted_beside_a_request_that_samples() -> None:
+    worker = Worker("cpu")
+    for worker.all_greedy, expected in ((True, {0: 3}), (False, {}), (True, {0: 3})):
+        worker.step(step(("a", 29, 1, 8)), [ROW])
+        assert worker.chosen([[5]], 31) == expected
 
 
 def test_a_connector_that_may_save_drafts_is_refused() -> None:

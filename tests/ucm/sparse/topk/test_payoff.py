@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ucm.sparse.topk.payoff import AGAIN, FIRST, Payoff
+from ucm.sparse.topk.payoff import AGAIN, FEW, FIRST, Payoff
 
 MOST = 6
 
@@ -95,6 +95,15 @@ def test_of_two_requests_it_drafts_the_one_that_is_easy_to_draft() -> None:
     assert drafted["hard"] < 100
 
 
+@pytest.mark.parametrize("easy", [1, 4, 8])
+@pytest.mark.parametrize(("make", "verify"), [(0.1, 0.0), (0.1, 0.3), (0.3, 0.1)])
+def test_a_crowd_of_which_some_are_easy_to_draft_generates_no_less(easy: int, make: float, verify: float) -> None:
+    """All of its requests together: the others wait while some of them are drafted."""
+    engine = Engine(1.0, verify, make, {f"{number}": 0.95 if number < easy else 0.03 for number in range(16)})
+    engine.run(1000)
+    assert engine.gain() > 0.97
+
+
 def test_first_it_measures_steps_without_drafts_and_again_from_time_to_time() -> None:
     engine = Engine(1.0, 0.0, 0.1, {"a": 0.9})
     engine.run(3 * AGAIN)
@@ -137,3 +146,16 @@ def test_what_is_known_of_others_serves_a_new_request_at_once() -> None:
     engine.chances = {"b": 0.9}
     engine.run(1)
     assert engine.drafts
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_a_new_request_begins_with_few_drafts_and_goes_on_as_its_own_text_allows(chance: float) -> None:
+    engine = Engine(1.0, 0.15, 0.66, {"a": 1.0})
+    engine.run(200)
+    assert engine.drafts == {"a": MOST}
+    engine.payoff.forget("a")
+    engine.chances, engine.drafts, engine.chosen = {"b": chance}, {}, []
+    engine.run(20)
+    drafted = [of["b"] for of in engine.chosen if of]
+    assert drafted[0] == FEW
+    assert max(drafted) == (MOST if chance else FEW)

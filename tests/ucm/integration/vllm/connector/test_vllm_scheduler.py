@@ -68,6 +68,12 @@ ENGINES = {
     "a window, asynchronous": Setting(
         groups=((4, None, 2), (4, 9, 2), (4, 1, 2)), asynchronous=True, blocks=72, layerwise=True
     ),
+    # Sparse drafts, whose KV is wrong.
+    "drafts": Setting(drafts=3, ranks=2, failing_loads=0.2, aborts=0.1, resets=0.02),
+    "drafts, layer by layer": Setting(drafts=2, stored_tokens=8, layerwise=True, failing_saves=0.1, aborts=0.1),
+    "drafts, a window, direct": Setting(
+        groups=((4, None, 3), (4, 6, 3)), drafts=4, loads="direct", blocks=48, failing_loads=0.1
+    ),
 }
 _HYBRID = ((4, None, 2), (4, STATE, 2), (4, STATE, 2))
 #: Models with recurrent layers, which are refused before 0.30.0; another test says so.
@@ -245,7 +251,8 @@ if hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):
 def test_engines(name: str, tmp_path: Path) -> None:
     setting = ENGINES[name]
     chance = random.Random(1)  # noqa: S311 - no secret
-    happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13))
+    more = ["drafts"] if setting.drafts else []
+    happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13), *more)
     print(name, dict(happened))
 
 

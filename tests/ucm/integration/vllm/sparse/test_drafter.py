@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ucm.errors import ConfigError
-from ucm.integration.vllm.drafter import SparseDrafter
+from ucm.integration.vllm.drafter import SparseDrafter, num_slots
 from ucm.sparse.topk.drafts import DRAFTER
 
 
@@ -35,3 +35,13 @@ def test_before_the_method_runs_it_drafts_nothing() -> None:
     drafter.load_model(None)
     none = np.zeros((2, 8), np.int32)
     assert drafter.propose([[5], []], np.array([3, 4], np.int32), none, slot_mappings=None) == [[], []]
+
+
+def test_a_row_has_as_many_slots_as_its_blocks_in_every_group() -> None:
+    """By kernel blocks; what other rows had before lies behind them."""
+    tables = [
+        SimpleNamespace(block_size=16, num_blocks_per_row=np.array([3, 1, 0, 9], np.int32)),
+        SimpleNamespace(block_size=8, num_blocks_per_row=np.array([5, 4, 0, 9], np.int32)),
+    ]
+    runner = SimpleNamespace(input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=tables)))
+    assert num_slots(runner, 3).tolist() == [40, 16, 0]

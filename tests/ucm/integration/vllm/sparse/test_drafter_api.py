@@ -52,6 +52,8 @@ def test_the_attention_of_a_step_is_described_as_vllm_describes_it(release: str)
     table = text(release, TABLE, "BlockTable.__init__") + text(release, TABLE, "BlockTable.get_device_tensor")
     assert "self.block_size = " in table
     assert "return self.block_table.gpu[:num_reqs]" in table
+    assert "self.num_blocks_per_row = " in table
+    assert "self.block_tables = " in text(release, TABLE, "MultiGroupBlockTable.__init__")
     group = vllm.definition(release, GROUPS, "AttentionGroup")
     assert group is not None
     methods = {node.name for node in group.body if isinstance(node, ast.FunctionDef)}
@@ -67,4 +69,22 @@ def test_the_attention_of_a_step_is_described_as_vllm_describes_it(release: str)
 def test_the_scheduler_reads_the_slots_of_drafts_where_it_allocates(release: str) -> None:
     scheduled = text(release, vllm.SCHEDULER, "Scheduler.schedule")
     assert "num_lookahead_tokens=self.num_lookahead_tokens" in scheduled
-    assert "self.num_lookahead_tokens = " in text(release, vllm.SCHEDULER, "Scheduler.__init__")
+    started = text(release, vllm.SCHEDULER, "Scheduler.__init__")
+    assert "self.num_lookahead_tokens = " in started
+    assert "self.max_num_running_reqs = " in started
+    # A step is padded with drafts that are none only without this table, which is one of numbers by those of requests.
+    module = ast.unparse(vllm.module(release, vllm.SCHEDULER) or ast.Pass())
+    assert "self.requests: " in started
+    assert "self.requests = " not in module
+    assert module.count("pad_spec_decode = True") == module.count("self.dynamic_sd_lookup is None")
+    assert module.count("self.dynamic_sd_lookup[") == ("self.dynamic_sd_lookup" in started)
+
+
+@pytest.mark.parametrize("release", SERVED)
+def test_on_a_cpu_the_temperatures_of_drafts_are_written_into_a_copy(release: str) -> None:
+    """As long as they are, nothing is drafted there beside a request that samples."""
+    spreads = text(release, "vllm/utils/cpu_triton_utils.py", "_expand_kernel_impl")
+    assert "expand_kernel_impl(_ensure_int64(output), " in spreads
+    assert "copy_(" not in spreads
+    batch = text(release, "vllm/v1/worker/gpu_input_batch.py", "InputBatch.all_greedy")
+    assert "return len(self.random_reqs) == 0" in batch

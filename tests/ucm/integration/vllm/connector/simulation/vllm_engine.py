@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -44,16 +45,19 @@ from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
 from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, embedded, forward
-from tests.ucm.integration.vllm.connector.simulation.truth import CELL, END, RING, next_token
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, END, RING, VOCABULARY, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
 from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.ucm_connector import UCMConnector
+from ucm.sparse.base import Role
+from ucm.sparse.topk.drafts import CUSTOM, DRAFTER, SparseDrafts
 from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.clock import SimulatedClock
@@ -83,7 +87,8 @@ class VllmEngine:
     """An engine with vLLM's scheduler.
 
     Args:
-        setting: The engine's settings: blocks of one size, no drafts; the connector chooses how to load.
+        setting: The engine's settings: blocks of one size; drafts are those of `SparseDrafts`, whose KV is wrong; the
+            connector chooses how to load.
         directory: The directory of its blocks.
         chance: The source of random choices.
         truth: The expected results.
@@ -152,9 +157,7 @@ class VllmEngine:
         self._patched.enter_context(
             patch.object(self.kind, "__init__", partialmethod(self.kind.__init__, clock=clock))  # type: ignore[misc]
         )
-        # The process may be older than the model, and then a real engine would not trust the model's files.
-        with patch.object(identity, "process_started", lambda: float("inf")):
-            self.scheduler = make_scheduler(config, shown, hashed)
+        self.scheduler = self._scheduler(config, shown, hashed)
         self.connector: Any = self.scheduler.connector
         self._config = config
         self.memories = [setting.memory(rank) for rank in range(setting.ranks)]
@@ -163,6 +166,7 @@ class VllmEngine:
         self._planned: deque[tuple[Any, list[Work]]] = deque()
         self._executed: deque[tuple[Any, Any]] = deque()
         self._tokens: dict[str, list[int]] = {}
+        self._drafts: dict[str, list[int]] = {}  # by the last executed step
         self._requests: list[Any] = []
 
     # From outside
@@ -247,7 +251,24 @@ class VllmEngine:
             kv_connector_module_path=self.kind.__module__,
             kv_connector_extra_config=self._settings(),
         )
-        return engine_config(model, setting, self._size, LENGTH, setting.ranks, kv_transfer_config=transfer)
+        config = engine_config(model, setting, self._size, LENGTH, setting.ranks, kv_transfer_config=transfer)
+        if setting.drafts:
+            config.speculative_config = SpeculativeConfig(
+                method=CUSTOM,
+                model=DRAFTER,
+                num_speculative_tokens=setting.drafts,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
+        return config
+
+    def _scheduler(self, config: Any, caches: Any, hash_tokens: int) -> Any:
+        # The process may be older than the model, and then a real engine would not trust the model's files.
+        with patch.object(identity, "process_started", lambda: float("inf")):
+            scheduler = make_scheduler(config, caches, hash_tokens)
+        if self.setting.drafts:
+            SparseDrafts(config, Role.SCHEDULER, {}).scheduler_started(scheduler)
+        return scheduler
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -313,7 +334,9 @@ class VllmEngine:
         for found in work:
             if found.tokens is not None:
                 self._tokens[found.request_id] = found.tokens
-            tokens = self._tokens[found.request_id]
+            drafts = output.scheduled_spec_decode_tokens.get(found.request_id, [])
+            self.happened["drafts"] += len(drafts)
+            tokens = [*self._tokens[found.request_id], *drafts]
             chunks.append(Chunk(found.start, tokens[found.start : found.start + found.count], found.block_ids))
         runs = [
             self._begin(*one, copy.copy(output), metadata, list(zip(work, chunks, strict=True)))
@@ -326,11 +349,13 @@ class VllmEngine:
             hidden = forward(self.memories, layer, chunks, hidden, self.truth)
             for worker in self.workers:
                 worker.save_kv_layer(name, None, None)
-        outputs = [self._end(*run) for run in runs]
         sampled = {}
         for found, values in zip(work, hidden, strict=True):
-            if found.start + found.count == len(self._tokens[found.request_id]):
-                sampled[found.request_id] = [self._sample(found, values[-1])]
+            drafts = output.scheduled_spec_decode_tokens.get(found.request_id, [])
+            if found.start + found.count == len(self._tokens[found.request_id]) + len(drafts):
+                sampled[found.request_id] = self._sample(found, drafts, values[-1 - len(drafts) :])
+        self._drafts = {found.request_id: self._draft(found) for found in work if found.request_id in sampled}
+        outputs = [self._end(*run) for run in runs]
         results = [runner_output(output, sampled, kv_connector_output=outcome) for outcome in outputs]
         self._executed.append((output, self._aggregator.aggregate(results)))
 
@@ -359,15 +384,38 @@ class VllmEngine:
             manager.__exit__(None, None, None)
         return output
 
-    def _sample(self, work: Work, hidden: int) -> int:
-        token = next_token(hidden)
-        self._tokens[work.request_id] = [*self._tokens[work.request_id], token]
-        return token
+    def _sample(self, work: Work, drafts: Sequence[int], hidden: Sequence[int]) -> list[int]:
+        """Return the tokens of the drafts that are right, and the one behind them; they are known from now on."""
+        found = [next_token(hidden[0])]
+        for draft, value in zip(drafts, hidden[1:], strict=True):
+            if draft != found[-1]:
+                break
+            found.append(next_token(value))
+        self._tokens[work.request_id] = [*self._tokens[work.request_id], *found]
+        return found
+
+    def _draft(self, work: Work) -> list[int]:
+        """Draft tokens of a request, most of them right; each writes wrong KV behind the request's newest token."""
+        drafts: list[int] = []
+        tokens = self._tokens[work.request_id]
+        for number in range(self.chance.randint(0, self.setting.drafts)):
+            place = len(tokens) - 1 + number
+            for memory in self.memories:
+                for layer, name in enumerate(memory.layers):
+                    worker = self.workers[memory.rank]
+                    worker.wait_for_layer_load(name)
+                    memory.write(layer, Chunk(place, [0], work.block_ids), [0])
+                    worker.save_kv_layer(name, None, None)
+            right = self.truth.following([*tokens, *drafts])
+            drafts.append(right if self.chance.random() < 0.7 else self.chance.randrange(VOCABULARY))
+        return drafts
 
     def _take_in(self, output: Any, result: Any) -> None:
         told = result.kv_connector_output
         self.happened["invalid"] += len(told.invalid_block_ids or ()) + len(getattr(told, "failed_recving", ()))
         self.scheduler.update_from_output(output, result)
+        if self._drafts:
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(self._drafts), list(self._drafts.values())))
         for request in [request for request in self._requests if request.is_finished()]:
             self._requests.remove(request)
             self._check(request)
