@@ -137,21 +137,26 @@ def test_no_chain_ever_has_a_gap(patient: StoreConfig, clock: SimulatedClock, se
                 assert all(has_no_gap(store, one) for one in prompts)
 
 
-def test_a_chain_is_renewed_once_per_span(
-    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touched: list[str] = []
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of the files whose times were set."""
+    found: list[str] = []
+
+    def counted(path: str, change: Callable[[int], int]) -> int:
+        found.append(path)
+        return touch(path, change)
+
+    monkeypatch.setattr("ucm.store.posix.space.touch", counted)
+    return found
+
+
+def test_a_chain_is_renewed_once_per_span(patient: StoreConfig, clock: SimulatedClock, touched: list[str]) -> None:
     begin_span(clock, TOUCH)
     keys = chain(0, COMMON)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
         clock.advance(TOUCH)
-
-        def touch(path: str, change: Callable[[int], int]) -> int:
-            touched.append(path)
-            return change(0)
-
-        monkeypatch.setattr("ucm.store.posix.space.touch", touch)
+        touched.clear()
         counts = []
         for seconds in (3.0, 3.0, TOUCH, 3.0, 3.0):
             store.renew(in_order(keys))
@@ -161,20 +166,14 @@ def test_a_chain_is_renewed_once_per_span(
 
 
 def test_a_chain_that_is_loaded_and_used_is_renewed_once(
-    patient: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+    patient: StoreConfig, clock: SimulatedClock, touched: list[str]
 ) -> None:
-    touched: list[str] = []
     begin_span(clock, TOUCH)
     keys = chain(0, COMMON)
     with open_store(patient, NAMESPACE, SMALL, clock=clock) as store:
         save(store, keys)
         clock.advance(TOUCH)
-
-        def count(path: str, change: Callable[[int], int]) -> int:
-            touched.append(path)
-            return touch(path, change)
-
-        monkeypatch.setattr("ucm.store.posix.space.touch", count)
+        touched.clear()
         load(store, keys)
         load(store, keys)  # before the evictor's thread has set the times
         store.renew(in_order(keys))
