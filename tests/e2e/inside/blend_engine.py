@@ -27,7 +27,7 @@ def main(specification: Path, results: Path) -> None:
     spec = json.loads(specification.read_text(encoding="utf-8"))
     llm = vllm.LLM(**spec["engine"])
     connector = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
-    worker = connector._filling._worker
+    worker = connector._worker._blending
 
     def ask(prompts: list[list[int]], marks: list[Any]) -> list[Any]:
         params = [

@@ -91,7 +91,7 @@ class Engine:
 
     def blend(self, settings: dict[str, Any]) -> None:
         """Change settings of blending, in an engine of one process."""
-        worker = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()._filling._worker
+        worker = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()._worker._blending
         worker._settings = worker._settings.model_copy(update=settings)
 
     def _count_all_steps(self) -> None:

@@ -148,6 +148,7 @@ class ModelConfig:
     multimodal_config: Any = None
     use_mla: bool = False
     is_hybrid: bool = False
+    is_encoder_decoder: bool = False
 
 
 @dataclass

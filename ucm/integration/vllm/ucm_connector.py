@@ -123,7 +123,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is
         report = one or two
         if one is not None and two is not None:
             report = WeightsReport(
-                max(one.changed, two.changed), max(one.looked, two.looked), one.adapters | two.adapters
+                max(one.changed, two.changed),
+                max(one.looked, two.looked),
+                one.adapters | two.adapters,
+                one.refused or two.refused,
             )
         names = {**self.stored, **other.stored}
         return WorkerMetadata(
@@ -149,6 +152,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     kind: ClassVar[str | None] = None
     #: Whether chunks are blended.
     blends: ClassVar[bool] = False
+    #: What runs in the scheduler's process, and in each worker's.
+    scheduler_side: ClassVar[type[SchedulerSide]] = SchedulerSide
+    worker_side: ClassVar[type[WorkerSide]] = WorkerSide
 
     def __init__(
         self,
@@ -168,12 +174,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         check_left_out()
         with refusals_logged("UCM.Config"):
             settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config, clock=clock)
+            given = vllm_config, kv_cache_config, settings, KVConnectorBase_V1
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler_side = SchedulerSide(
-                    vllm_config, kv_cache_config, settings, KVConnectorBase_V1, clock=clock
-                )
+                self._scheduler_side = self.scheduler_side(*given, clock=clock)
             else:
-                self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1, clock=clock)
+                self._worker_side = self.worker_side(*given, clock=clock)
 
     @classmethod
     def _settings(cls, extra_config: dict[str, Any] | None, *, clock: Clock = SYSTEM) -> ConnectorConfig:
@@ -208,14 +213,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
         None tells vLLM to ask again with the next step.
         """
-        side = self._scheduler
-        side.poll()
-        tokens = side.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens) and side.policy.between_steps
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
-        self._scheduler.scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
         logger.debug("[UCM.Load] request %s: %d tokens to load", request.request_id, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
@@ -223,13 +225,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         if CacheHitSource is None:
             raise RuntimeError("this release of vLLM does not count hits by their source")
         found = Counter[str]()
-        for tier, tokens in self._tiers(request, num_external_tokens).items():
+        for tier, tokens in self._scheduler.tiers(request, num_external_tokens).items():
             found[SOURCES.get(tier, OTHER_SOURCE)] += tokens
         found[OTHER_SOURCE] += num_external_tokens - found.total()  # vLLM wants each token in one place
         return {CacheHitSource(source): tokens for source, tokens in found.items() if tokens}
-
-    def _tiers(self, request: Request, num_tokens: int) -> Counter[str]:
-        return self._scheduler.scheduler.tiers(request, num_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """The step's plan for the workers."""
@@ -246,7 +245,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
         A prefill engine's answer says how much of the prompt is saved, for the engine that decodes.
         """
-        saved = self._scheduler.scheduler.finished(request)
+        saved = self._scheduler.finished(request)
         said = bool(saved) and self._scheduler.hands_over and is_handed_on(request)
         return False, {SAVED: saved} if said else None
 
@@ -302,11 +301,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         logger.debug("[UCM.Connector] step %d: begins on this worker", connector_metadata.plan.step)
         self._worker.begin(connector_metadata.plan)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load the step's blocks."""
         if self._worker.has_begun:
             plan = self._plan()
-            self._worker.worker.load(plan)
+            self._worker.load(plan, forward_context, **kwargs)
             _log_moves("[UCM.Load] request %s: %d blocks of KV-cache group %d to load", plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -323,7 +322,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         """Start the step's saves."""
         if self._worker.has_begun:
             plan = self._plan()
-            self._worker.worker.save(plan)
+            self._worker.save(plan)
             _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002

@@ -37,7 +37,6 @@ from ucm.integration.vllm import metric_names as names
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
 from ucm.integration.vllm.connector.staging import Query
 from ucm.logger import get_logger
-from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,19 +45,15 @@ if TYPE_CHECKING:
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.connector.staging import Lookup, Stager
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.base import BlockKey, KVStore
-    from ucm.store.memory.slab import Row, Slab, SlabAddress
+    from ucm.store.base import BlockKey
+    from ucm.store.memory.slab import Row, SlabAddress
 
-#: The time limit for the workers to report their piece geometry, from the first step on.
-ANSWERS_SECONDS = 10.0
 #: How long an idle step waits for a lookup.
 IDLE_SECONDS = 0.05
 #: What the stager takes for a KV-cache group: a chunk is looked up like a prefix, with a piece for each token.
 PIECES = CacheGroups((CacheGroup(0, 1, None, {}, ()),))
 #: The most chunks that are staged at the same time, so that the latency of a slow medium counts once for a prompt.
 AT_ONCE = 32
-#: The marker that a worker adds to its geometry when it has refused its model.
-REFUSED = "refused"
 
 
 @dataclass(slots=True)
@@ -112,7 +107,7 @@ class BlendPlan:
     Args:
         blends: Stretches to fill before the forward.
         saves: Chunks to save after it.
-        slab: The address of the slab with staged chunks; sent until every rank has answered.
+        slab: The address of the slab with staged chunks; sent with that of the slab with staged blocks.
         shares: The offset of each rank's part from a piece's offset.
     """
 
@@ -207,8 +202,7 @@ class BlendScheduler:
     Args:
         settings: The settings of blending.
         block_size: Tokens of vLLM's blocks.
-        slab: The slab for staged chunks.
-        stager: Stages chunks in the slab.
+        stager: Stages chunks; nothing is blended before it has begun.
         counters: The counters of decisions.
         batches: The maximum number of steps in flight.
         loads: Whether the engine's role allows loads.
@@ -220,7 +214,6 @@ class BlendScheduler:
         self,
         settings: BlendSettings,
         block_size: int,
-        slab: Slab,
         stager: Stager,
         counters: ConnectorCounters,
         *,
@@ -231,25 +224,17 @@ class BlendScheduler:
         self._settings = settings
         self._ends = frozenset(settings.chunk_end_token_ids)
         self._block_size = block_size
-        self._slab = slab
-        self._stager, self._clock = stager, stager.clock
+        self._stager = stager
         self._counters = counters
         self._batches = batches
         self._loads, self._may_save = loads, may_save
-        self._open: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]] | None = None
-        self._ranks = 0
-        self._asked_since: float | None = None
-        self._off = ""
+        self.off = ""  #: why nothing is blended any more; empty if it is
         self._names = ChunkNames(b"")
         self._requests: dict[str, BlendRequest] = {}
         self._to_blend: dict[str, BlendRequest] = {}
         self._holds: list[tuple[int, list[Lookup]]] = []
         self._said: set[str] = set()
         self._step = 0
-
-    def prepare(self, ranks: int, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]]) -> None:
-        """Start to ask the workers for their piece geometry, once the stores are known."""
-        self._ranks, self._open = ranks, open_stores
 
     def matched(self, request: Any, computed: int, exact: int) -> int | None:
         """Return the number of tokens in a blended stretch beyond the computed ones.
@@ -268,12 +253,11 @@ class BlendScheduler:
             state.names.take_back()
         if not self._loads or not any(chunk.end > computed + exact for chunk in state.chunks):
             return 0
-        refusal = self._off or _cannot_load(request)
+        refusal = self.off or _cannot_load(request)
         if refusal:
             self._count(state, refusal)
+        if refusal or not self._stager.has_begun:
             return 0
-        if not self._begun():
-            return None if self._open is not None and not self._off else 0
         if not state.lookups:
             state.lookups = [self._stager.submit(Query((keys,), 0, len(keys), len(keys))) for keys in state.keys]
         if not all(self._stager.poll(lookup) for lookup in state.lookups):
@@ -343,9 +327,6 @@ class BlendScheduler:
         for cause in self._stager.failures():
             self._counters.failed("load", cause, 1)
         plan = BlendPlan(shares=self._stager.shares.get(0, ()))
-        if self._open is not None and not self._stager.has_begun and not self._off:
-            self._asked_since = self._asked_since or self._clock.monotonic()
-            plan.slab = self._slab.address
         self._take_blocks(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         begun = [request_id for request_id in self._to_blend if request_id in scheduled]
@@ -403,10 +384,6 @@ class BlendScheduler:
             # Already reported stretches are still filled: the workers know of the change and compute them.
             state.chunks, state.keys, state.saved = [], [], True
 
-    def close(self) -> None:
-        """End the lookups; a thread blocked by a medium is abandoned."""
-        self._stager.close()
-
     def _state(self, request: Any) -> BlendRequest:
         state = self._requests.get(request.request_id)
         if state is None or state.request is not request:
@@ -437,32 +414,6 @@ class BlendScheduler:
         # Only the chunk at the start of a prompt is computed as it would be alone.
         state.saved = not state.chunks or state.chunks[0].start > 0
 
-    def _begun(self) -> bool:
-        """Return whether lookups are possible; begin them when all ranks have reported their geometry."""
-        if self._open is None or self._off:
-            return False
-        records = self._slab.records()
-        if any(record.get(REFUSED) for record in records.values()):
-            self._off = "gate"
-        elif self._stager.has_begun:
-            return True
-        elif len(records) == self._ranks:
-            geometries = [
-                BlockGeometry(tuple(said["sizes"]), bytes.fromhex(said["fingerprint"]), said["element"])
-                for said in map(records.__getitem__, range(self._ranks))
-            ]
-            self._stager.begin({0: self._open(geometries)}, {0: geometries})
-            return True
-        elif self._asked_since is not None and self._clock.monotonic() - self._asked_since > ANSWERS_SECONDS:
-            self._off = "no slab"
-            get_logger(__name__).warning(
-                "[UCM.Blend] no request is blended: %d of %d workers do not reach the scheduler's memory; are they on "
-                "other hosts?",
-                self._ranks - len(records),
-                self._ranks,
-            )
-        return False
-
     def _blend(self, request_id: str, state: BlendRequest, written: AbstractSet[int], scheduled: int) -> Blend:
         lookups, start, end = state.lookups, state.computed, state.end
         asked = end + scheduled if self._settings.select == "question" else end
@@ -481,14 +432,11 @@ class BlendScheduler:
 
     def _save(self, state: BlendRequest, computed: int) -> list[ChunkSave]:
         """Return the chunk at the start of a request, once its exact KV is computed."""
-        if state.blended or self._open is None:
-            state.saved = True
-            return []
         chunk = state.chunks[0]
-        if computed < chunk.end:
+        if not state.blended and computed < chunk.end:
             return []
         state.saved = True
-        if self._off or _cannot_save(state.request) or not self._may_save(state.request):
+        if state.blended or self.off or not self._may_save(state.request):
             return []
         return [ChunkSave(state.keys[0], chunk.tokens, state.block_ids[: -(-chunk.end // self._block_size)])]
 
@@ -539,8 +487,3 @@ def _cannot_load(request: Any) -> str:
     if wants_prompt_logprobs(request):
         return "prompt_logprobs"
     return ""
-
-
-def _cannot_save(request: Any) -> bool:
-    """Return whether other requests must not use a request's KV."""
-    return bool(_has_no_chunks(request))

@@ -1,4 +1,4 @@
-"""BlendConnector in each process: its own parts, connected to those of the connector for exact prefixes.
+"""BlendConnector in each process: the sides of the connector for exact prefixes, extended by its own parts.
 
 Engines that blending does not support are refused, by vLLM's configuration; each error says what to do.
 """
@@ -9,38 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
 from ucm.clock import SYSTEM
-from ucm.compat import (
-    batches_in_flight,
-    hashes_are_bytes,
-    leave_out,
-    optional,
-    rank_of,
-    runs_micro_batches,
-)
-from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
+from ucm.compat import hashes_are_bytes, leave_out, optional, runs_micro_batches
+from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.caches import LayerCaches
 from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
-from ucm.integration.vllm.connector.kv_cache import cache_groups
+from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
 from ucm.integration.vllm.connector.prefix_cache import left_alone
 from ucm.integration.vllm.connector.saving import Saver
-from ucm.integration.vllm.connector.sides import create_slab
+from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide, create_slab
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
+from ucm.logger import get_logger
 from ucm.store.factory import opening_store
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping, Sequence
 
     from ucm.clock import Clock
-    from ucm.config.settings import BlendSettings, ConnectorConfig
-    from ucm.integration.vllm.blend.scheduler import BlendPlan
-    from ucm.integration.vllm.connector.metadata import StepPlan
-    from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
-    from ucm.store.base import BlockGeometry, KVStore
+    from ucm.config.settings import ConnectorConfig
+    from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
+    from ucm.store.base import KVStore
+    from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 #: The values of ``cache_dtype`` with which KV is stored as the model computes it.
 PLAIN = ("auto", "float16", "half", "bfloat16", "float32", "float")
@@ -50,6 +44,8 @@ UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", 
 
 #: The part of the namespace, below the engine's, for position-free KV of chunks; exact lookups never read it.
 CHUNKS = "chunks"
+#: In a worker's record of geometries, the number of the pieces of chunks among those of KV-cache groups.
+OF_PIECES = -1
 
 
 def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
@@ -166,16 +162,8 @@ def _refuse_parallel(vllm_config: Any) -> None:
         )
 
 
-class BlendSchedulerSide:
-    """The side in the scheduler's process.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not pass it.
-        settings: The connector's settings.
-        blend: The settings of ``blend``.
-        exact: The scheduler side of the connector for exact prefixes.
-        clock: Time and threads.
+class BlendSchedulerSide(SchedulerSide):
+    """The side in the scheduler's process; its arguments are those of `SchedulerSide`.
 
     Raises:
         UnsupportedModelError: If nothing can be blended in this engine.
@@ -183,81 +171,113 @@ class BlendSchedulerSide:
 
     def __init__(
         self,
-        vllm_config: Any,
-        kv_cache_config: Any,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig | None,
         settings: ConnectorConfig,
-        blend: BlendSettings,
-        exact: SchedulerSide,
+        connector_base: type,
         *,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
-        groups = cache_groups(vllm_config, kv_cache_config)
-        require_engine(vllm_config, groups.groups)
-        self._exact = exact
-        self._config = settings.store.as_store_config()
-        group = groups.groups[0]
-        self._tags = rank_tags(vllm_config, group.index, spec=group.spec)
-        self._stores: list[KVStore] = []
-        self._epoch = 0
+        super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
+        require_engine(vllm_config, self._groups.groups)
         transfer = vllm_config.kv_transfer_config
-        slab = create_slab(vllm_config, settings, groups, len(self._tags), clock=clock)
-        self.scheduler = BlendScheduler(
-            blend,
-            group.block_size,
-            slab,
-            Stager(PIECES, slab, settings.staging_deadline, self._config.rest_seconds, threads=AT_ONCE, clock=clock),
-            exact.counters,
-            batches=batches_in_flight(vllm_config),
-            loads=transfer.is_kv_consumer,
-            may_save=lambda request: transfer.is_kv_producer and not exact.scheduler.is_excluded(request),
+        self._chunk_stores: list[KVStore] = []
+        # A piece is larger than most blocks, and all rows of a slab have one size.
+        self._chunk_slab = create_slab(vllm_config, settings, self._groups, self._ranks, clock=clock)
+        self._chunks = Stager(
+            PIECES,
+            self._chunk_slab,
+            settings.staging_deadline,
+            self._config.rest_seconds,
+            threads=AT_ONCE,
+            clock=clock,
         )
-        self._prepared = False
-        self.take_note()
+        self.blending = BlendScheduler(
+            settings.blend or BlendSettings(),
+            self._groups.groups[0].block_size,
+            self._chunks,
+            self.counters,
+            batches=self._batches,
+            loads=transfer.is_kv_consumer,
+            may_save=lambda request: (
+                self.scheduler.saves and bool(self.namespace) and not self.scheduler.is_excluded(request)
+            ),
+        )
 
-    def plan(self, scheduler_output: Any, plan: StepPlan) -> BlendPlan:
-        """Plan the workers' part of a step.
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the tokens of an exact hit, or of a blended one where that reaches farther."""
+        exact, between_steps = super().matched_tokens(request, num_computed_tokens)
+        if exact is None:
+            return None, False
+        blended = self.blending.matched(request, num_computed_tokens, exact)
+        # vLLM runs a step's loads ahead of its forward only where they belong to that step.
+        return (blended, False) if blended != 0 else (exact, between_steps)
 
-        Args:
-            scheduler_output: vLLM's ``SchedulerOutput`` of the step.
-            plan: The step's plan for exact prefixes; the blocks that blending writes are added to it.
-        """
-        self.take_note()
-        found = self.scheduler.plan(scheduler_output)
-        if not self._exact.scheduler.saves:
-            found.saves = []
-        written = self.scheduler.written(found)
+    def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Remember the request's blocks, and what to fill them with."""
+        is_blended = self.blending.allocated(request, blocks, num_external_tokens)
+        super().allocated(request, blocks, 0 if is_blended else num_external_tokens)
+        if is_blended:  # KV computed after blended KV is approximate, too
+            self.scheduler.exclude(request)
+
+    def tiers(self, request: Request, num_tokens: int) -> Counter[str]:
+        """Return where the first tokens of a request's hit come from, exact or blended."""
+        blended = self.blending.tiers(request, num_tokens)
+        return super().tiers(request, num_tokens) if blended is None else blended
+
+    def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """Return the workers' part of a step; the blocks that blending writes are written by the step."""
+        plan = super().plan(scheduler_output)
+        plan.blend = found = self.blending.plan(scheduler_output)
+        found.slab = plan.slab and self._chunk_slab.address
+        written = self.blending.written(found)
         plan.fresh_block_ids |= written
         plan.looks |= bool(found.blends or found.saves)
-        plan.late_saves = left_alone(plan.late_saves, written, self._exact.counters)
-        return found
+        plan.late_saves = left_alone(plan.late_saves, written, self.counters)
+        return plan
 
-    def take_note(self) -> None:
-        """Open the stores once the namespace is known, and follow changes of identity of the exact connector."""
-        if not self._prepared and self._exact.namespace:
-            self._prepared = True
-            self.scheduler.prepare(len(self._tags), self._open)
-        if self._exact.scheduler.epoch != self._epoch:
-            self._epoch = self._exact.scheduler.epoch
-            self.scheduler.start_anew()
+    def finished(self, request: Request) -> int:
+        """End a request."""
+        self.blending.finished(request)
+        return super().finished(request)
+
+    def reported(self, report: WeightsReport) -> None:
+        """Process the workers' report of their weights and models."""
+        super().reported(report)
+        if report.refused:
+            self.blending.off = "gate"
+
+    def start_anew(self) -> None:
+        """Use keys from now on that were never used before."""
+        super().start_anew()
+        self.blending.start_anew()
 
     def close(self) -> None:
         """Close the stores."""
-        self.scheduler.close()
-        for store in self._stores:
-            call_within(store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
+        self._chunks.close()
+        super().close()
 
-    def _open(self, geometries: Sequence[BlockGeometry]) -> list[KVStore]:
-        where = f"{self._exact.namespace}/{CHUNKS}"
-        self._stores = [
-            opening_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
-            for tag, geometry in zip(self._tags, geometries, strict=True)
-        ]
-        return self._stores
+    def _begin(self, records: dict[int, dict[str, Any]]) -> None:
+        super()._begin(records)
+        if not records:
+            self.blending.off = "no slab"
+            get_logger(__name__).warning("[UCM.Blend] no request is blended, because of workers on other hosts")
+        elif self.scheduler.stager.has_begun:
+            (tags,), geometries = self._tags.values(), geometries_of(records, {OF_PIECES: self._ranks})[OF_PIECES]
+            self._chunk_stores = [
+                opening_store(self._config, f"{self.namespace}/{CHUNKS}/{tag}", geometry, clock=self._clock)
+                for tag, geometry in zip(tags, geometries, strict=True)
+            ]
+            self._chunks.begin({0: self._chunk_stores}, {0: geometries})
+
+    def _close_stores(self) -> None:
+        for store in self._chunk_stores:
+            store.close()
+        super()._close_stores()
 
 
-class BlendWorkerSide:
-    """The side in a worker's process; its arguments are those of `BlendSchedulerSide`, with the exact worker side.
+class BlendWorkerSide(WorkerSide):
+    """The side in a worker's process; its arguments are those of `WorkerSide`.
 
     Raises:
         UnsupportedModelError: If the engine has other connectors.
@@ -265,31 +285,63 @@ class BlendWorkerSide:
 
     def __init__(
         self,
-        vllm_config: Any,
-        kv_cache_config: Any,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig | None,
         settings: ConnectorConfig,
-        blend: BlendSettings,
-        exact: WorkerSide,
+        connector_base: type,
         *,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
+        super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
         require_alone(vllm_config)
-        self._vllm_config = vllm_config
-        self._group = cache_groups(vllm_config, kv_cache_config).groups[0]
-        self._config = settings.store.as_store_config()
-        self._blend = blend
-        self._exact = exact
         self._saver: Saver | None = None
         self._caches: LayerCaches | None = None
-        self._worker: BlendWorker | None = None
+        self._blending: BlendWorker | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Find the model and its layers; must be called by the runner.
+        """Also find the model and its layers; must be called by the runner.
 
         Raises:
             UnsupportedModelError: If a layer cannot be blended.
         """
+        super().register(kv_caches)
+        self._find_layers(kv_caches)
+
+    def load(self, plan: StepPlan, forward_context: Any, **given: Any) -> None:
+        """Load a step's blocks, and blend, within the step's forward context."""
+        super().load(plan, forward_context, **given)
+        if plan.blend is None or self._blending is None or self._caches is None:
+            return
+        if self._saver is None:
+            config, where = self._settings.store.as_store_config(), f"{plan.namespace}/{CHUNKS}"
+            geometry = self._caches.geometry
+            store = opening_store(config, f"{where}/{self._tag(self._groups.groups[0])}", geometry, clock=self._clock)
+            self._saver = Saver(store, geometry.nbytes, config.save_queue_bytes, clock=self._clock)
+        attn_metadata = given.get("attn_metadata")
+        self._blending.begin(plan, plan.blend, self._saver)
+        self._blending.blend(
+            plan.blend,
+            forward_context.attn_metadata if attn_metadata is None else attn_metadata,
+            usable=self.is_valid(plan),
+        )
+        self.report.refused = self._blending.refused
+
+    def save(self, plan: StepPlan) -> None:
+        """Save what a step has computed, after its forward."""
+        super().save(plan)
+        if plan.blend is not None and self._blending is not None and self.is_valid(plan):
+            self._blending.save(plan.blend)
+
+    def close(self) -> None:
+        """Finish pending saves, and close the stores."""
+        if self._blending is not None:
+            self._blending.close()
+        if self._saver is not None:
+            self._saver.close()
+            call_within(self._saver.store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
+        super().close()
+
+    def _find_layers(self, kv_caches: Mapping[str, Any]) -> None:
         config = self._vllm_config
         model = running_model()
         if model is None:
@@ -299,43 +351,17 @@ class BlendWorkerSide:
                 fix="use UCMConnector with this runner",
             )
         self._caches = LayerCaches(config, kv_caches, model)
-        self._worker = BlendWorker(
+        self._blending = BlendWorker(
             self._caches,
             model,
-            self._blend,
-            self._exact.counters,
+            self._settings.blend or BlendSettings(),
+            self.counters,
             most_tokens=int(config.scheduler_config.max_num_batched_tokens),
-            rank=Parallelism.of(config).ranks(rank_of(config)).tp,
+            rank=self._rank,
             name=str(config.model_config.model),
             clock=self._clock,
         )
 
-    def begin(self, step: StepPlan, plan: BlendPlan, attn_metadata: Any) -> None:
-        """Blend before a step's forward pass, within its forward context."""
-        if self._worker is None or self._caches is None:
-            return
-        if self._saver is None and step.namespace:
-            tag = rank_tag(self._vllm_config, self._group.index, spec=self._group.spec)
-            where = f"{step.namespace}/{CHUNKS}/{tag}"
-            geometry = self._caches.geometry
-            store = opening_store(self._config, where, geometry, clock=self._clock)
-            self._saver = Saver(store, geometry.nbytes, self._config.save_queue_bytes, clock=self._clock)
-        self._worker.begin(step, plan, self._saver)
-        self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
-
-    def save(self, step: StepPlan, plan: BlendPlan) -> None:
-        """Save chunks after a step's forward pass."""
-        if self._worker is not None and self._unchanged(step):
-            self._worker.save(plan)
-
-    def close(self) -> None:
-        """Finish pending saves, and close the store."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._saver is not None:
-            self._saver.close()
-            call_within(self._saver.store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
-
-    def _unchanged(self, step: StepPlan) -> bool:
-        """Return whether the weights, and the authentication key, are those for which the step was planned."""
-        return step.epoch > self._exact.report.changed and self._exact.has_key_of(step)
+    def _geometries(self) -> dict[int, dict[str, Any]]:
+        pieces = {} if self._caches is None else {OF_PIECES: geometry_record([self._rank], self._caches.geometry)}
+        return super()._geometries() | pieces

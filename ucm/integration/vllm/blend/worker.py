@@ -14,7 +14,6 @@ from ucm.background import wait_while_it_shrinks
 from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused_spans, runs_of
 from ucm.clock import SYSTEM
 from ucm.integration.vllm import metric_names as names
-from ucm.integration.vllm.blend.scheduler import REFUSED
 from ucm.integration.vllm.connector.saving import SaveTask
 from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.integration.vllm.connector.saving import Saver
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
 MOST_GATE_FAILURES = 3
@@ -94,7 +92,6 @@ class BlendWorker:
         self._rank = rank
         self._name = name
         self._slab = SlabReader(clock=clock)
-        self._address: SlabAddress | None = None
         self._saver: Saver | None = None
         self._under_way: list[SaveTask] = []
         self._unconfirmed = Unconfirmed(SaveTask.confirm, SaveTask.drop)
@@ -118,8 +115,7 @@ class BlendWorker:
         self._saver, self._step = saver, step.step
         self._unconfirmed.begin(step)
         if plan.slab is not None and not self._slab.attached:
-            self._address = plan.slab
-            self._slab.attach(plan.slab, self._rank, self._record())
+            self._slab.attach(plan.slab, self._rank, {})
 
     def blend(self, plan: BlendPlan, attn_metadata: Any, *, usable: bool = True) -> None:
         """Fill all stretches of a step.
@@ -331,7 +327,6 @@ class BlendWorker:
                 self._name or "the model",
                 self._failures,
             )
-            self._tell(refused=True)
 
     # Storing
 
@@ -371,22 +366,6 @@ class BlendWorker:
                 continue
             for error in task.wait().failed.values():
                 self._counters.failed("save", error.cause)
-
-    def _record(self) -> dict[str, Any]:
-        geometry = self._caches.geometry
-        return {
-            "sizes": list(geometry.slice_sizes),
-            "fingerprint": geometry.fingerprint.hex(),
-            "element": geometry.element_size,
-            REFUSED: self.refused,
-        }
-
-    def _tell(self, *, refused: bool) -> None:
-        """Write this rank's record again."""
-        if self._address is not None:
-            writer = SlabReader()
-            writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
-            writer.close()
 
 
 def _name(number: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from ucm.store.base import BlockGeometry
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import SlabAddress
 
@@ -85,6 +86,7 @@ class StepPlan:
             are held back. None with one rank, whose own check decides.
         slab: The address of the staging slab, until every rank has answered.
         authentication: The fingerprint of the scheduler's authentication key; empty if it has none.
+        blend: The stretches to blend and the chunks to save; None for connectors that blend nothing.
     """
 
     step: int
@@ -100,25 +102,28 @@ class StepPlan:
     confirmed: int | None = None
     slab: SlabAddress | None = None
     authentication: str = ""
+    blend: BlendPlan | None = None
 
 
 @dataclass(slots=True)
 class WeightsReport:
-    """A worker's report about its weights.
+    """A worker's report about its weights and its model.
 
     Args:
         changed: The last epoch in which they changed; -1 for none.
         looked: The last step before which they were checked, if the scheduler waits for the report; 0 for none.
         adapters: The numbers of the LoRA adapters replaced in place so far.
+        refused: Whether the model cannot be blended after all.
     """
 
     changed: int = -1
     looked: int = 0
     adapters: frozenset[int] = frozenset()
+    refused: bool = False
 
     def to_record(self) -> dict[str, Any]:
         """Return the report as plain values, for `of_records`."""
-        return {"changed": self.changed, "looked": self.looked, "adapters": sorted(self.adapters)}
+        return {**asdict(self), "adapters": sorted(self.adapters)}
 
     @classmethod
     def of_records(cls, records: Collection[Mapping[str, Any]], ranks: int) -> WeightsReport:
@@ -132,6 +137,7 @@ class WeightsReport:
             changed=max((record["changed"] for record in records), default=-1),
             looked=min(record["looked"] for record in records) if len(records) == ranks else 0,
             adapters=frozenset(number for record in records for number in record["adapters"]),
+            refused=any(record["refused"] for record in records),
         )
 
 

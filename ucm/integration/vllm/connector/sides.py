@@ -19,6 +19,7 @@ from ucm.compat import (
     optional,
     outer_transfer,
     prefix_cache_table,
+    rank_of,
     ranks,
     recompute_failed_loads,
     runs_micro_batches,
@@ -67,6 +68,7 @@ from ucm.store.memory.slab import Slab, SlabReader, default_bytes
 from ucm.store.posix.layout import write_identity
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping
 
     from ucm.clock import Clock
@@ -76,7 +78,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import KVStore
     from ucm.store.memory.slab import SlabAddress
-    from ucm.vllm_types import KVCacheConfig, SchedulerOutput, VllmConfig
+    from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 #: The log line for each KV-cache group: its number of layers, and a block's tokens and bytes on this rank.
 LAYERS = "{} layers in {} of {} tokens, {} bytes each"
@@ -168,7 +170,7 @@ class SchedulerSide:
         #: the two (its pull request 46777), and a transport's answer is enough.
         self.hands_over = outer is None
         recompute_failed_loads(engines, settings.load_failure)
-        groups = stored_groups(vllm_config, kv_cache_config, settings)
+        self._groups = groups = stored_groups(vllm_config, kv_cache_config, settings)
         identity = engine_identity(vllm_config, settings, groups.facts)
         self._config = settings.store.as_store_config()
         self._authentication = key_fingerprint(self._config)
@@ -270,6 +272,27 @@ class SchedulerSide:
             self._heard = self.scheduler.step
             self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
 
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the tokens of a hit beyond the computed ones, and whether they are loaded between two steps.
+
+        None: vLLM asks again in the next step.
+        """
+        self.poll()
+        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens) and self.policy.between_steps
+
+    def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Note the blocks that a request got; see `PrefixCacheScheduler.allocated`."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def tiers(self, request: Request, num_tokens: int) -> Counter[str]:
+        """Return where the first tokens of a request's hit come from; see `PrefixCacheScheduler.tiers`."""
+        return self.scheduler.tiers(request, num_tokens)
+
+    def finished(self, request: Request) -> int:
+        """End a request, and return how many of its first tokens will be saved."""
+        return self.scheduler.finished(request)
+
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
@@ -364,7 +387,7 @@ class SchedulerSide:
         return where
 
     def reported(self, report: WeightsReport) -> None:
-        """Process the workers' report of their weights."""
+        """Process the workers' report of their weights and models."""
         for number in report.adapters:
             self._keys.adapter_replaced(number)
         if self.scheduler.reported(report):
@@ -429,6 +452,10 @@ class WorkerSide:
         self._refusal_said = False
         self._step = 0
         self.report, self._reported = WeightsReport(), WeightsReport()
+
+    @property
+    def _rank(self) -> int:
+        return rank_of(self._vllm_config) % ranks(self._vllm_config)
 
     @property
     def has_begun(self) -> bool:
@@ -496,13 +523,26 @@ class WorkerSide:
             if not plan.namespace:
                 return
             self._worker = self._create_worker(plan.namespace)
-        if plan.epoch <= self.report.changed or not self.has_key_of(plan):
+        if not self.is_valid(plan):
             self._worker.refuse(plan)
         elif self.report.adapters:
             self._worker.refuse(plan, self.report.adapters)
         self._worker.begin(plan)
 
-    def has_key_of(self, plan: StepPlan) -> bool:
+    def is_valid(self, plan: StepPlan) -> bool:
+        """Return whether the weights and the authentication key are those for which a step was planned."""
+        return plan.epoch > self.report.changed and self._has_key_of(plan)
+
+    def load(self, plan: StepPlan, forward_context: Any, **given: Any) -> None:
+        """Load a step's blocks before its forward; the other arguments are those that vLLM gives."""
+        del forward_context, given
+        self.worker.load(plan)
+
+    def save(self, plan: StepPlan) -> None:
+        """Save the blocks that a step has filled, after its forward."""
+        self.worker.save(plan)
+
+    def _has_key_of(self, plan: StepPlan) -> bool:
         """Return whether the scheduler that made a plan has the same authentication key; log once if it has not.
 
         The key's file may differ on this host, or have changed between the starts of the processes. The namespace is
@@ -522,13 +562,18 @@ class WorkerSide:
 
     def _answer(self, address: SlabAddress) -> None:
         """Open the slab and write this rank's block geometries into it."""
-        groups = {
+        record = {"groups": self._geometries(), "authentication": self._authentication}
+        if not self._slab.attach(address, self._rank, record):
+            get_logger(__name__).info(
+                "[UCM.Load] rank %d cannot open the memory in which blocks are staged", self._rank
+            )
+
+    def _geometries(self) -> dict[int, dict[str, Any]]:
+        """Return the records of this rank's parts of the blocks, by group; see `geometry_record`."""
+        return {
             memory.group.index: geometry_record([self._place(part) for part in memory.group.parts], memory.geometry)
             for memory in self._memories
         }
-        rank = self._vllm_config.parallel_config.rank % ranks(self._vllm_config)
-        if not self._slab.attach(address, rank, {"groups": groups, "authentication": self._authentication}):
-            get_logger(__name__).info("[UCM.Load] rank %d cannot open the memory in which blocks are staged", rank)
 
     def end(self) -> None:
         """End a step."""
@@ -596,7 +641,7 @@ class WorkerSide:
         )
         worker.settles = zeroes_blocks(self._kv_cache_config)
         worker.reports_stored = self._settings.kv_events and self._can.hears_workers
-        worker.counted_group = groups.leading if config.parallel_config.rank % ranks(config) == 0 else None
+        worker.counted_group = groups.leading if self._rank == 0 else None
         if isinstance(worker, LayerWiseWorker):
             # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
             worker.overlaps = self._on_host or self._can.runs_piecewise

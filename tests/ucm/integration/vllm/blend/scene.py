@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.blend import Chunk, ChunkNames
 from ucm.config.settings import BlendSettings
-from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, REFUSED, BlendScheduler
+from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metric_names import BLEND_REQUESTS, FAILURES
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import OpeningStore, open_store
-from ucm.store.memory.slab import Slab, SlabReader
+from ucm.store.memory.slab import Slab
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,6 @@ class Scene:
         self.scheduler = BlendScheduler(
             self.settings,
             BLOCK,
-            self.slab,
             self.stager,
             self.counted,
             may_save=lambda request: request not in self.excluded,
@@ -110,8 +109,6 @@ class Scene:
         directory.mkdir(exist_ok=True)
         config = StoreConfig(directories=(str(directory),))
         self.stores = [open_store(config, f"test/chunks/{rank}", GEOMETRY, clock=clock) for rank in range(ranks)]
-        self.scheduler.prepare(ranks, lambda _: self.stores)
-        self.readers = [SlabReader(clock=clock) for _ in range(ranks)]
 
     def open_late(self, opens: Event, error: Exception | None = None) -> None:
         """Let the store of the only rank open, or fail to, when ``opens`` is set."""
@@ -122,20 +119,14 @@ class Scene:
                 raise error
             return self.stores[0]
 
-        opening = OpeningStore(late, 30.0, clock=self.clock)
-        self.scheduler.prepare(1, lambda _: [opening])
+        self._begin([OpeningStore(late, 30.0, clock=self.clock)])
 
-    def answer(self, rank: int = 0, *, refused: bool = False) -> None:
-        """A rank reports its piece geometry."""
-        record = {
-            "sizes": list(GEOMETRY.slice_sizes),
-            "fingerprint": GEOMETRY.fingerprint.hex(),
-            "element": GEOMETRY.element_size,
-            REFUSED: refused,
-        }
-        writer = SlabReader(clock=self.clock)
-        assert writer.attach(self.slab.address, rank, record)
-        writer.close()
+    def begin(self) -> None:
+        """All ranks have reported their piece geometry."""
+        self._begin(self.stores)
+
+    def _begin(self, stores: Sequence[KVStore]) -> None:
+        self.stager.begin({0: stores}, {0: [GEOMETRY] * len(stores)})
 
     def put(self, tokens: Sequence[int], ranks: Sequence[int] = (0,), salt: str | None = None) -> list[BlockKey]:
         """Put a chunk into the stores of some ranks; return its keys."""
@@ -195,7 +186,7 @@ class Scene:
         return self.scheduler.plan(output)
 
     def close(self) -> None:
-        self.scheduler.close()
+        self.stager.close()
         for store in self.stores:
             store.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
 from ucm.blend import PIECE, Chunk
-from ucm.integration.vllm.blend.scheduler import ANSWERS_SECONDS, BlendPlan
+from ucm.integration.vllm.blend.scheduler import BlendPlan
 from ucm.integration.vllm.connector.staging import Query
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MARKS = [[0, 40], [40, 110], [110, 160]]
 @pytest.fixture
 def scene(clock: SimulatedClock, tmp_path: Path) -> Iterator[Scene]:
     with Scene(clock, tmp_path) as made:
-        made.answer()
+        made.begin()
         yield made
 
 
@@ -98,7 +98,6 @@ def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
 ) -> None:
     opens = clock.event()
     with Scene(clock, tmp_path, seconds=10.0) as scene:
-        scene.answer()
         put_all(scene)
         scene.open_late(opens, None if answers else OSError("it is gone"))
         one = request()
@@ -114,7 +113,6 @@ def test_a_store_that_takes_long_to_open_keeps_no_request_waiting(
 def test_once_requests_have_waited_for_a_store_no_further_one_does(clock: SimulatedClock, tmp_path: Path) -> None:
     opens = clock.event()
     with Scene(clock, tmp_path, seconds=2.0) as scene:
-        scene.answer()
         put_all(scene)
         scene.open_late(opens)
         waiting = [request(str(number)) for number in range(3)]
@@ -131,11 +129,11 @@ def test_a_system_that_allows_no_more_threads_ends_no_engine(
     clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Scene(clock, tmp_path, seconds=10.0) as scene:
-        scene.answer()
         put_all(scene)
         refuse = create_autospec(clock.thread)
         refuse.return_value.start.side_effect = RuntimeError("can't start new thread")
         monkeypatch.setattr(clock, "thread", refuse)
+        scene.begin()
         assert scene.matched(request()) == 0
         assert scene.counted.outcomes == ["miss"]
 
@@ -200,8 +198,7 @@ def test_a_damaged_chunk_is_a_gap(scene: Scene, tmp_path: Path) -> None:
 
 def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(clock: SimulatedClock, tmp_path: Path) -> None:
     with Scene(clock, tmp_path, ranks=2) as scene:
-        scene.answer(0)
-        scene.answer(1)
+        scene.begin()
         scene.put(A, ranks=(0, 1))
         scene.put(B, ranks=(0,))
         scene.put(C, ranks=(0, 1))
@@ -211,35 +208,22 @@ def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(clock: SimulatedClock, tmp
 
 
 def test_nothing_is_blended_before_all_workers_have_answered(clock: SimulatedClock, tmp_path: Path) -> None:
-    with Scene(clock, tmp_path, ranks=2) as scene:
-        one = request()
-        assert scene.scheduler.matched(one, 0, 0) is None
-        assert scene.idle().slab == scene.slab.address
-        scene.answer(0)
-        assert scene.scheduler.matched(one, 0, 0) is None
-        scene.answer(1)
-        assert scene.matched(one) == 0
-        assert scene.idle().slab is None
-
-
-def test_workers_on_other_hosts(clock: SimulatedClock, tmp_path: Path) -> None:
     with Scene(clock, tmp_path) as scene:
-        scene.idle()
-        clock.advance(ANSWERS_SECONDS)
-        assert scene.scheduler.matched(request(), 0, 0) is None
-        clock.advance(0.001)
+        put_all(scene)
         assert scene.scheduler.matched(request(), 0, 0) == 0
-        assert scene.idle().slab is None
+        assert scene.counted.outcomes == []
+        scene.begin()
+        assert scene.matched(request("next")) == 160
 
 
 def test_a_model_that_a_worker_refused(scene: Scene) -> None:
     """LMCache's issue 4666: some models generate garbage without any error."""
     put_all(scene)
     blended(scene, request())
-    scene.answer(refused=True)
+    scene.scheduler.off = "gate"
     assert scene.matched(request("next")) == 0
     assert scene.matched(request("third")) == 0
-    assert scene.counted.outcomes == ["blended", "gate"]
+    assert scene.counted.outcomes == ["blended", "gate", "gate"]
 
 
 # Names
@@ -391,7 +375,7 @@ def test_a_chunk_behind_others_is_not_saved(scene: Scene) -> None:
 
 def test_a_question_goes_to_the_workers_as_far_as_the_step_computes_it(clock: SimulatedClock, tmp_path: Path) -> None:
     with Scene(clock, tmp_path, select="question") as scene:
-        scene.answer()
+        scene.begin()
         put_all(scene)
         for name, number in (("whole", 10), ("part", 4)):
             one, ids = request(name), list(range(12))
@@ -464,7 +448,7 @@ def test_marks_that_cannot_be_followed_are_ignored(scene: Scene) -> None:
 
 def test_separators_in_place_of_marks(clock: SimulatedClock, tmp_path: Path) -> None:
     with Scene(clock, tmp_path, chunk_end_token_ids=(5,)) as scene:
-        scene.answer()
+        scene.begin()
         scene.put([*A, 5])
         scene.put([*B, 5])
         assert scene.matched(Request("r", [*B, 5, *A, 5, *QUESTION])) == 112
@@ -483,7 +467,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(
 ) -> None:
     answers = clock.event()
     with Scene(clock, tmp_path) as scene:
-        scene.answer()
+        scene.begin()
         put_all(scene)
         held, submit, lookups = scene.stores[0].lookup_on_prefix, scene.stager.submit, []
 
@@ -498,8 +482,6 @@ def test_a_store_that_does_not_answer_holds_nobody_up(
         monkeypatch.setattr(scene.stores[0], "lookup_on_prefix", stuck)
         monkeypatch.setattr(scene.stager, "submit", submitted)
         one = request()
-        assert scene.scheduler.matched(one, 0, 0) is None
-        clock.run_until_idle()  # the stores are opened in the background
         assert scene.scheduler.matched(one, 0, 0) is None
         assert lookups
         clock.advance(scene.stager.seconds - 1)

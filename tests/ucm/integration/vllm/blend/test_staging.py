@@ -55,18 +55,12 @@ class _Reading(Task):
         return self._store.all_begun.is_set() and self._task.check()
 
 
-def begun(scene: Scene) -> None:
-    scene.answer()
-    scene.idle()
-    assert scene.matched(Request("begins", tokens(99, 70), [[0, 70]])) == 0
-
-
 def test_the_chunks_of_a_request_are_read_at_the_same_time(clock: SimulatedClock, tmp_path: Path) -> None:
     """In sequence, each would wait for the medium's latency again."""
     texts = [tokens(number, 70) for number in range(1, 5)]
     prompt = [token for text in texts for token in text] + tokens(9, 20)
     with Scene(clock, tmp_path) as scene:
-        begun(scene)
+        scene.begin()
         for text in texts:
             scene.put(text)
         slow = _Slow(clock, scene.stores[0], len(texts))
@@ -82,7 +76,7 @@ def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_eac
     """Each reads one of the two; a request that waited for the other's first would wait for ever."""
     one, other = tokens(1, 70), tokens(2, 70)
     with Scene(clock, tmp_path, seconds=20.0) as scene:
-        begun(scene)
+        scene.begin()
         for text in (one, other):
             scene.put(text)
         for number in range(20):
@@ -101,7 +95,7 @@ def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_eac
 def test_what_a_store_that_raises_may_write_to_is_not_used_again(clock: SimulatedClock, tmp_path: Path) -> None:
     text = tokens(1, 70)
     with Scene(clock, tmp_path) as scene:
-        begun(scene)
+        scene.begin()
         scene.put(text)
         (store,) = scene.stores
 
@@ -120,7 +114,7 @@ def test_a_missing_piece_of_one_chunk_leaves_the_others(clock: SimulatedClock, t
     texts = [tokens(number, 70) for number in range(1, 5)]
     prompt = [token for text in texts for token in text] + tokens(9, 20)
     with Scene(clock, tmp_path) as scene:
-        begun(scene)
+        scene.begin()
         keys = [scene.put(text) for text in texts]
         (store,) = scene.stores
 

@@ -80,7 +80,7 @@ def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
     assert sum(hits.hits_by_source.values()) == hits.hits
     assert bool(happened["ahead"]) == asynchronous
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == setting.blocks - 1
-    planning = engine.connector._planning.scheduler
+    planning = engine.connector._scheduler.blending
     assert not planning._requests
     assert not planning._to_blend
     engine.close()

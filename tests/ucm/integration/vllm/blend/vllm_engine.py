@@ -146,7 +146,7 @@ class BlendEngine(VllmEngine):
 
     def left(self) -> int:
         """Return the number of chunks that are being stored."""
-        return sum(worker._filling._worker._left() for worker in self.workers)
+        return sum(worker._worker._blending._left() for worker in self.workers)
 
     def close(self) -> None:
         super().close()
@@ -162,21 +162,21 @@ class BlendEngine(VllmEngine):
         return config
 
     def _worker(self, config: Any, caches: Any, memory: KVMemory) -> Any:
-        with patch.object(BlendWorkerSide, "register"):  # it looks for a real model and its layers
+        with patch.object(BlendWorkerSide, "_find_layers"):  # it looks for a real model
             worker = super()._worker(config, caches, memory)
-        side = worker._filling
+        side = worker._worker
         side._caches = own = Caches(memory, self.truth)
-        settings = side._blend
-        side._worker = BlendWorker(own, own.model, settings, side._exact.counters, most_tokens=PASS)  # type: ignore[arg-type]
+        settings = side._settings.blend
+        side._blending = BlendWorker(own, own.model, settings, side.counters, most_tokens=PASS)  # type: ignore[arg-type]
         return worker
 
     def _work(self, output: Any) -> Any:
-        blends = output.kv_connector_metadata.blend.blends
+        blends = output.kv_connector_metadata.plan.blend.blends
         self.happened["blends"] += len(blends)
         self.happened["two in a step"] += len(blends) > 1
         self.happened["ahead"] += bool(blends) and bool(self._planned or self._executed)
         self.happened["chunks"] += len({chunk for blend in blends for chunk in blend.chunks})
-        self.happened["saved chunks"] += len(output.kv_connector_metadata.blend.saves)
+        self.happened["saved chunks"] += len(output.kv_connector_metadata.plan.blend.saves)
         return super()._work(output)
 
 

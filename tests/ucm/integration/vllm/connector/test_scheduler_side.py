@@ -23,6 +23,7 @@ from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import FileContents
+from ucm.integration.vllm.blend.sides import OF_PIECES, BlendSchedulerSide
 from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
@@ -92,6 +93,7 @@ def create(  # noqa: PLR0913 - what tests vary
     key: str | None = None,
     store: Mapping[str, Any] | None = None,
     chunk_tokens: int = 0,
+    kind: type[SchedulerSide] = SchedulerSide,
 ) -> SchedulerSide:
     """Create the scheduler side."""
     stored: dict[str, Any] = {"stuck_seconds": stuck_seconds, **(store or {})}
@@ -109,7 +111,7 @@ def create(  # noqa: PLR0913 - what tests vary
     engine.cache_config.enable_prefix_caching = True
     group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=FullAttentionSpec())
     kv_cache = SimpleNamespace(num_blocks=9, kv_cache_groups=[group])
-    return SchedulerSide(engine, kv_cache, load_connector_config(extra, clock=clock), Base, clock=clock)
+    return kind(engine, kv_cache, load_connector_config(extra, clock=clock), Base, clock=clock)
 
 
 @pytest.fixture
@@ -436,6 +438,39 @@ def test_ranks_on_other_hosts_read_the_store_themselves(
     assert side.scheduler.stager.promises_names
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_blending_begins_with_all_ranks_and_ends_where_one_refuses_its_model(
+    clock: SimulatedClock, tmp_path: Path, *, shares_memory: bool
+) -> None:
+    side = create(clock, write_model(tmp_path / "model"), tmp_path, ranks=2, kind=BlendSchedulerSide)
+    assert isinstance(side, BlendSchedulerSide)
+    first = side.plan(STEP)
+    assert first.slab is not None
+    assert first.blend is not None
+    assert first.blend.slab not in {None, first.slab}
+    if not shares_memory:
+        plan_until(clock, side, lambda: side.blending.off == "no slab")
+        assert not side._chunks.has_begun
+        side.close()
+        return
+    readers = [SlabReader(clock=clock), SlabReader(clock=clock)]
+    for rank, reader in enumerate(readers):
+        assert not side._chunks.has_begun
+        groups = dict.fromkeys(("0", str(OF_PIECES)), geometry_record([rank], GEOMETRY))
+        assert reader.attach(first.slab, rank, {"groups": groups})
+    plan_until(clock, side, lambda: side._chunks.has_begun)
+    plan = side.plan(STEP)
+    assert plan.blend is not None
+    assert plan.blend.slab is None
+    assert side.blending.off == ""
+    side.reported(WeightsReport(refused=True))
+    assert side.blending.off == "gate"
+    side.close()
+    for reader in readers:
+        reader.close()
 
 
 @pytest.mark.usefixtures("later")
