@@ -30,7 +30,7 @@ from ucm.store.memory.directory import check_apart
 from ucm.store.posix.paths import distrust, group_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -60,19 +60,14 @@ _WORDS = {
 }
 #: The notices that this process has logged; each is logged once, even if several connectors read the configuration.
 _said: set[str] = set()
-#: The directory checks that were still running when last polled; later checks do not wait for them.
-_unanswered: dict[Path, Later[ConfigError | None]] = {}
+#: Directories that did not answer when they were checked: this process asks them no more, and starts beside them.
+_silent: set[Path] = set()
 
 
-def wait_for_looks(directories: Iterable[str]) -> None:
-    """Wait, without a time limit, until every check of these directories has ended: it may be creating them.
-
-    Call this only in threads that may block: a directory that does not answer keeps them waiting.
-    """
-    for path in directories:
-        look = _unanswered.get(Path(path))
-        if look is not None:
-            look.wait()
+def make_silent_directories() -> None:
+    """Create the directories that did not answer, in a thread that may wait until they do."""
+    for path in _silent.copy():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def load_connector_config(extra_config: Mapping[str, Any], *, clock: Clock = SYSTEM) -> ConnectorConfig:
@@ -245,14 +240,6 @@ def _check_key(
     """Read the authentication key, and note why it cannot be used.
 
     Unlike a directory, it is needed at once, because the names of all blocks depend on it.
-
-    Args:
-        store: The settings, with absolute paths.
-        written: The file's path as written.
-        out: As elsewhere.
-        top: As elsewhere.
-        make: Whether an engine starts, and not a tool.
-        clock: As elsewhere.
     """
     from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
 
@@ -295,132 +282,78 @@ def _as_far_as_right(written: object) -> StoreSettings | None:
 def _look_at_media(
     store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool, clock: Clock
 ) -> dict[str, Any]:
-    """Check the directories; return the settings that name them, with absolute paths, and note the problems."""
-    posix: list[_Look] = []
-    dram: list[_Look] = []
+    """Check the directories; return the settings that name them, with absolute paths, and note the problems.
+
+    Each is checked in a thread, which may block for ever if the directory's server is gone.
+    """
+    named: list[tuple[str, Place, str]] = []
     if store.parts & POSIX:
         place, value = out.origin(("store", "directories"), top, written["directories"])
-        posix = [
-            _Look(directory, place if isinstance(value, str) else place.inside(index), store, make=make, clock=clock)
-            for index, directory in enumerate(store.directories)
-        ]
+        of_each = [place if isinstance(value, str) else place.inside(at) for at in range(len(store.directories))]
+        named += [("directories", *one) for one in zip(of_each, store.directories, strict=True)]
     # The store creates the default directory and checks its owner.
     if store.parts & DRAM and "dram_directory" in store.model_fields_set:
-        place, _ = out.origin(("store", "dram_directory"), top)
-        dram = [_Look(store.dram_directory, place, store, make=make, clock=clock)]
-    looks = posix + dram
-    wait_for_all([look.found for look in looks if not look.is_old], store.stuck_seconds, clock=clock)
-    changed: dict[str, Any] = {}
-    if posix:
-        changed["directories"] = tuple(look.end(out) for look in posix)
-        if all(look.is_usable for look in posix):
-            _check_capacity(out, top, "posix_capacity", changed["directories"], store, clock=clock)
-    if dram:
-        [changed["dram_directory"]] = (look.end(out) for look in dram)
-    memory: str | None = None
-    if store.parts & DRAM and all(look.is_usable for look in dram):
-        memory = changed.get("dram_directory") or store.dram_directory
-        _check_capacity(out, top, "dram_capacity", (memory,), store, clock=clock)
-    if posix:
-        usable = [look.end(out) for look in posix if look.is_usable]
-        _check_apart(out, top, usable, memory, store, clock=clock)
-    return changed
-
-
-class _Look:
-    """A check of one directory in a thread, which may block for ever if the directory's server is gone.
-
-    Attributes:
-        found: The look, which returns the directory's problem; None if there is none.
-        is_old: Whether an earlier check of the directory is still running.
-    """
-
-    def __init__(self, written: str, place: Place, store: StoreSettings, *, make: bool, clock: Clock) -> None:
-        self._written, self._place, self._make = written, place, make
-        self._seconds = store.stuck_seconds
-        self.found: Later[ConfigError | None]
-        self.is_old = False
+        named.append(("dram_directory", out.origin(("store", "dram_directory"), top)[0], store.dram_directory))
+    paths: list[tuple[str, Path]] = []
+    looks: list[tuple[Place, str, Path, Later[ConfigError | None]]] = []
+    for name, place, one in named:
         try:
-            self._path = Path.cwd() / expand(written, place)
+            path = Path.cwd() / expand(one, place)
         except ConfigError as error:
-            problem = error
-            self._path = Path()
-            self.found = Later(lambda: problem)
-            self.found.run()
-            return
-        old = _unanswered.get(self._path)
-        if old is not None and not old.done():
-            self.found, self.is_old = old, True
-        else:
-            look = partial(directory_problem, self._path, place, written, store.trusted_group, make=make)
-            self.found = call_later(look, "ucm-look", clock=clock)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the directory has answered and can be used."""
-        return self.found.done() and self.found.result() is None
-
-    def end(self, out: Translation) -> str:
-        """Return the directory's absolute path; if there is a problem, note it and return an empty string."""
-        if self.found.done():
-            _unanswered.pop(self._path, None)
-            problem = self.found.result()
-        else:
-            _unanswered[self._path] = self.found
-            problem = self._no_answer()
-        if problem is None:
-            return str(self._path)
-        out.problems.append(problem)
-        return ""
-
-    def _no_answer(self) -> ConfigError | None:
-        """Return the error for a directory that has not answered; if an engine starts, log a warning instead."""
-        if not self._make:
-            what = f"{self._path} has not answered for {self._seconds:.1f} s"
-            fix = "check that its server runs and can be reached, or name another directory"
-            return wrong(self._place, what, fix, self._written)
-        if str(self._path) not in _said:
-            _said.add(str(self._path))
-            get_logger(__name__).warning(
-                "[UCM.Connector] %s: %s has not answered for %.1f s: the engine starts, and neither loads nor saves "
-                "there until it does",
-                self._place,
-                self._path,
-                self._seconds,
-            )
-        return None
+            out.problems.append(error)
+            continue
+        paths.append((name, path))
+        if path not in _silent:
+            look = partial(directory_problem, path, place, one, store.trusted_group, make=make)
+            looks.append((place, one, path, call_later(look, "ucm-look", clock=clock)))
+    wait_for_all([look for *_, look in looks], store.stuck_seconds, clock=clock)
+    problems = [
+        look.result() if look.done() else _no_answer(place, one, path, store.stuck_seconds, make=make)
+        for place, one, path, look in looks
+    ]
+    out.problems += [problem for problem in problems if problem is not None]
+    if len(paths) == len(named) and not any(problems) and _silent.isdisjoint(path for _, path in paths):
+        _check_together(store, paths, out, top, clock=clock)
+    posix, dram = ([str(path) for name, path in paths if name == of] for of in ("directories", "dram_directory"))
+    return ({"directories": tuple(posix)} if posix else {}) | ({"dram_directory": dram[0]} if dram else {})
 
 
-def _check_apart(
-    out: Translation,
-    top: Place,
-    directories: list[str],
-    dram_directory: str | None,
-    store: StoreSettings,
-    *,
-    clock: Clock,
+def _no_answer(place: Place, written: str, path: Path, seconds: float, *, make: bool) -> ConfigError | None:
+    """Return the error for a directory that has not answered; if an engine starts, log a warning instead."""
+    what = f"{path} has not answered for {seconds:.1f} s"
+    if not make:
+        fix = "check that its server runs and can be reached, or name another directory"
+        return wrong(place, what, fix, written)
+    _silent.add(path)
+    get_logger(__name__).warning(
+        "[UCM.Connector] %s: %s: the engine starts, and neither loads nor saves there until it does", place, what
+    )
+    return None
+
+
+def _check_together(
+    store: StoreSettings, paths: list[tuple[str, Path]], out: Translation, top: Place, *, clock: Clock
 ) -> None:
-    """Check that no directory is another or inside another, unless the media stop answering meanwhile."""
-    found = call_later(partial(check_apart, directories, dram_directory), "ucm-look", clock=clock)
-    problem = found.exception() if found.wait(store.stuck_seconds) else None
-    if isinstance(problem, ConfigError):
-        place, _ = out.origin(("store", problem.where.rpartition(" ")[2]), top)
-        out.problems.append(wrong(place, problem.what, problem.fix))
+    """Check that no directory is inside another, and that capacities fit, unless the media stop answering meanwhile."""
+    posix = [path for name, path in paths if name == "directories"]
+    dram = [dict(paths).get("dram_directory") or Path(store.dram_directory)] if store.parts & DRAM else []
 
+    def check() -> Iterator[ConfigError | None]:
+        for name, directories in (("posix_capacity", posix), ("dram_capacity", dram)):
+            capacity = getattr(store, name)
+            if directories and capacity is not None:
+                place, written = out.origin(("store", name), top, out.settings["store"][name])
+                yield capacity_problem(capacity, directories, place, written)
+        try:
+            if posix:
+                check_apart([str(path) for path in posix], str(dram[0]) if dram else None)
+        except ConfigError as error:
+            place, _ = out.origin(("store", error.where.rpartition(" ")[2]), top)
+            yield wrong(place, error.what, error.fix)
 
-def _check_capacity(
-    out: Translation, top: Place, name: str, directories: tuple[str, ...], store: StoreSettings, *, clock: Clock
-) -> None:
-    """Check that a capacity fits the media, unless they stop answering meanwhile."""
-    capacity = getattr(store, name)
-    if capacity is None:
-        return
-    place, written = out.origin(("store", name), top, out.settings["store"][name])
-    paths = [Path(one) for one in directories]
-    found = call_later(partial(capacity_problem, capacity, paths, place, written), "ucm-look", clock=clock)
-    problem = found.result() if found.wait(store.stuck_seconds) else None
-    if problem is not None:
-        out.problems.append(problem)
+    found = call_later(lambda: list(check()), "ucm-look", clock=clock)
+    if found.wait(store.stuck_seconds):
+        out.problems += [problem for problem in found.result() if problem is not None]
 
 
 def _whence(document: Document) -> list[str]:

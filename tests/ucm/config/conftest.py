@@ -30,6 +30,7 @@ class _Lines(logging.Handler):
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The logged lines; each test starts with no notice logged before, like a new process."""
     monkeypatch.setattr(load, "_said", set())
+    monkeypatch.setattr(load, "_silent", set())
     handler = _Lines()
     logger = get_logger()
     logger.addHandler(handler)

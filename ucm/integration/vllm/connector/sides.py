@@ -26,7 +26,7 @@ from ucm.compat import (
     weights_move,
     zeroes_blocks,
 )
-from ucm.config.load import wait_for_looks
+from ucm.config.load import make_silent_directories
 from ucm.errors import ConfigError
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import namespace
@@ -380,7 +380,7 @@ class SchedulerSide:
     def _settle(self, identity: ModelIdentity) -> str:
         """Check that an identity's blocks can be stored, and write the identity there; callable from any thread."""
         where = namespace(identity)
-        wait_for_looks((*self._config.directories, self._config.dram_directory))
+        make_silent_directories()
         for tag in dict.fromkeys(tag for of_group in self._tags.values() for tag in of_group):
             open_store(self._config, f"{where}/{tag}", None, clock=self._clock).close()
             write_identity(self._config, f"{where}/{tag}", identity.to_json())
