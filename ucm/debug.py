@@ -221,7 +221,10 @@ def block_keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int, sa
         UcmError: The engine would not cache this prompt.
     """
     content = RequestContent(salt=salt) if salt else None
-    return [BlockKey(key) for key in facts.hasher.generate_block_hashes(list(token_ids), block_size, content)]
+    try:
+        return [BlockKey(key) for key in facts.hasher.generate_block_hashes(list(token_ids), block_size, content)]
+    except ValueError as error:
+        raise UcmError(f"an engine would not cache this prompt: {error}") from error
 
 
 class DebugConnector:

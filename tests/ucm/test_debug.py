@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +14,7 @@ from ucm.api import ConfigError, RequestHasher, UcmError
 from ucm.debug import DebugConnector, describe, open_connector
 from ucm.hashing.block_keys import BlockKeys
 from ucm.integration.vllm.connector.kv_cache import CacheGroup
-from ucm.integration.vllm.weightless import EngineFacts, EngineHasher, StoredGroup
+from ucm.integration.vllm.weightless import EngineFacts, StoredGroup
 from ucm.store.base import BlockGeometry, BlockKey, TransferTask
 from ucm.store.factory import EmptyStore
 from ucm.testing.blocks import save
@@ -182,17 +181,11 @@ def test_what_goes_wrong_is_said(described: dict[str, Any], root: Path) -> None:
 
 def test_blocks_are_named_as_the_scheduler_side_names_them() -> None:
     config: Any = VllmConfig(ModelConfig("llama"))
-    blocks = BlockKeys(config, b"identity")
-    hasher = EngineHasher(blocks, lambda tokens: Request("r", tokens))
-    expected = blocks.of(Request("other", TOKENS), SIZE)
-    assert hasher.seed == b"identity"
-    assert hasher.generate_block_hashes(TOKENS, SIZE) == expected
-    extra = SimpleNamespace(salt="salt", root=b"salt", first_block_token=None)
-    assert hasher.generate_block_hashes(TOKENS, SIZE, extra) == RequestHasher(b"identity").generate_block_hashes(
-        TOKENS, SIZE, extra
-    )
+    assert BlockKeys(config, b"seed").of(Request("r", TOKENS), SIZE) == debug.block_keys(facts(), TOKENS, SIZE)
+    of_tenant = BlockKeys(config, b"seed").of(Request("r", TOKENS, cache_salt="salt"), SIZE)
+    assert of_tenant == debug.block_keys(facts(), TOKENS, SIZE, "salt")
     with pytest.raises(UcmError, match="would not cache"):
-        hasher.generate_block_hashes([-1] * SIZE, SIZE)
+        debug.block_keys(facts(), [-1] * SIZE, SIZE)
 
 
 # The command

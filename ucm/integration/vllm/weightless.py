@@ -8,7 +8,6 @@ connector in both roles, as in a serving engine, and the connector reports its n
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import threading
 import time
 from dataclasses import dataclass
@@ -22,11 +21,9 @@ from ucm.hashing.request_hasher import RequestHasher
 from ucm.integration.vllm.connector.kv_cache import divided
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from ucm.hashing.block_keys import BlockKeys
-    from ucm.hashing.request_hasher import BlockExtra, TokenIds
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockGeometry
 
@@ -47,41 +44,6 @@ SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": NUM_BLOCKS,
     "skip_tokenizer_init": True,
 }
-
-
-class EngineHasher(RequestHasher):
-    """Hashes the blocks of plain prompts like one engine's scheduler side.
-
-    Args:
-        keys: The scheduler side's block keys; vLLM's own hashes where these suffice.
-        new_request: Creates vLLM's ``Request`` from token ids.
-    """
-
-    def __init__(self, keys: BlockKeys, new_request: Callable[[list[int]], Any]) -> None:
-        super().__init__(keys.seed)
-        self._keys = keys
-        self._new_request = new_request
-        self._lock = threading.Lock()
-
-    def generate_block_hashes(
-        self, token_ids: TokenIds, block_size: int, extra: BlockExtra | None = None
-    ) -> list[bytes]:
-        """Return the keys of a prompt's full blocks; see ``RequestHasher.generate_block_hashes``.
-
-        A prompt with ``extra`` content always gets UCM's own hashes.
-
-        Raises:
-            UcmError: The engine would not cache this prompt.
-        """
-        if extra is not None:
-            return super().generate_block_hashes(token_ids, block_size, extra)
-        request = self._new_request([int(token) for token in token_ids])
-        with self._lock:  # an engine has one thread that asks for keys
-            found = self._keys.of(request, block_size)
-            self._keys.forget(request.request_id)
-        if found is None:
-            raise UcmError(f"an engine would not cache this prompt: {', '.join(self._keys.refused)}")
-        return list(found)
 
 
 @dataclass(frozen=True)
@@ -114,7 +76,7 @@ class EngineFacts:
         namespace: The engine's namespace.
         device: The type of the device of its KV cache, for instance ``cpu`` or ``cuda``.
         stored: The stored blocks of each KV-cache group.
-        hasher: The hasher of prompts.
+        hasher: Hashes prompts as the engine's scheduler side does.
     """
 
     namespace: str
@@ -296,9 +258,7 @@ def _facts(core: Any, device: str) -> EngineFacts:
         if not memory.group.place
         for names in [tuple(f"{namespace}/{tag}" for tag in tags[memory.group.index])]
     )
-    keys = scheduler_side._keys  # noqa: SLF001
-    new_request = _request_factory(optional(core, "request_block_hasher"))
-    return EngineFacts(namespace, device, stored, EngineHasher(keys, new_request))
+    return EngineFacts(namespace, device, stored, RequestHasher(scheduler_side._keys.seed))  # noqa: SLF001
 
 
 def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
@@ -323,8 +283,7 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
         for one in alone.stored:
             ranks = [f"{namespace}/{tag}" for tag in scheduler_side._tags[one.group.index]]  # noqa: SLF001
             stored.append(dataclasses.replace(one, namespace=ranks[0], ranks=tuple(ranks)))
-        new_request = _request_factory(optional(core, "request_block_hasher"))
-        return EngineFacts(namespace, device, tuple(stored), EngineHasher(scheduler_side._keys, new_request))  # noqa: SLF001
+        return EngineFacts(namespace, device, tuple(stored), RequestHasher(scheduler_side._keys.seed))  # noqa: SLF001
     finally:
         connector.shutdown()
 
@@ -343,29 +302,6 @@ def _namespace_of(scheduler_side: Any) -> str:
             )
         time.sleep(0.05)
     return str(scheduler_side.namespace)
-
-
-def _request_factory(block_hasher: Any) -> Callable[[list[int]], Any]:
-    """Return a factory of vLLM's ``Request``, whose parameters differ between releases."""
-    from vllm import SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
-    from vllm.v1.request import Request  # noqa: PLC0415 - likewise
-
-    parameters = inspect.signature(Request.__init__).parameters
-    numbers: Iterator[int] = iter(range(1 << 62))
-
-    def new_request(token_ids: list[int]) -> Any:
-        given = {
-            "request_id": f"ucm-try-{next(numbers)}",
-            "prompt_token_ids": token_ids,
-            "sampling_params": SamplingParams(max_tokens=1),
-            "block_hasher": block_hasher,
-        }
-        required = [
-            name for name, one in parameters.items() if name != "self" and one.default is inspect.Parameter.empty
-        ]
-        return Request(**{**dict.fromkeys(required), **{n: v for n, v in given.items() if n in parameters}})
-
-    return new_request
 
 
 def _forget_worker_connector() -> None:
