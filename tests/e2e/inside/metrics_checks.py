@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ import pytest
 from ucm.integration.vllm import metrics
 from ucm.integration.vllm.metric_names import METRICS, Kind, Metric
 from ucm.integration.vllm.metrics import ConnectorCounters
-from ucm.integration.vllm.prometheus import build_prom_metrics, build_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,6 +29,8 @@ parser = pytest.importorskip("prometheus_client.parser", reason="needs an end-to
 vllm_metrics = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics", reason="needs an end-to-end environment"
 )
+
+CONNECTOR = import_module("ucm.integration.vllm.ucm_connector").UCMConnector
 
 pytestmark = pytest.mark.e2e
 
@@ -51,7 +53,7 @@ def everything() -> StatsData:
 
 def prom_metrics() -> Any:
     types = {one: one for one in (client.Counter, client.Gauge, client.Histogram)}
-    return build_prom_metrics(SimpleNamespace(kv_transfer_config=None), types, LABELS, {0: ["llama", "0"]})
+    return CONNECTOR.build_prom_metrics(SimpleNamespace(kv_transfer_config=None), types, LABELS, {0: ["llama", "0"]})
 
 
 def samples() -> dict[str, float]:
@@ -106,9 +108,9 @@ def test_the_text_format_can_be_read_back() -> None:
 
 def test_stats_are_what_vllm_expects_of_a_step() -> None:
     counters = ConnectorCounters()
-    assert counters.take() is None
+    assert counters.take_data() is None
     counters.looked_up(100, 64, 0.001)
-    stats = counters.take()
+    stats = CONNECTOR.build_kv_connector_stats(counters.take_data())
     assert isinstance(stats, vllm_metrics.KVConnectorStats)
     assert not stats.is_empty()
     assert stats.reduce() == {"UCM queried tokens": 100, "UCM matched tokens": 64}
@@ -118,7 +120,7 @@ def test_stats_are_what_vllm_expects_of_a_step() -> None:
 
 def test_stats_travel_from_worker_to_scheduler(tmp_path: Path) -> None:
     """As a pickle, between processes that import by name."""
-    stats = build_stats(everything())
+    stats = CONNECTOR.build_kv_connector_stats(everything())
     there, back_again = tmp_path / "there", tmp_path / "back"
     there.write_bytes(pickle.dumps(stats))
     script = (
@@ -138,7 +140,8 @@ def test_stats_travel_from_the_engine_to_the_frontend() -> None:
     from vllm.v1.metrics.stats import SchedulerStats  # noqa: PLC0415
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: PLC0415
 
-    sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=build_stats(everything()).data))
+    stats = CONNECTOR.build_kv_connector_stats(everything())
+    sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.data))
     received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
     assert received.scheduler_stats.kv_connector_stats == everything()
 
@@ -152,14 +155,16 @@ def test_ranks_are_put_together_as_vllm_does_it() -> None:
         counters = ConnectorCounters()
         if nbytes is not None:
             counters.loaded(1, nbytes, 0.01, ["posix"])
-        step = KVConnectorOutput(kv_connector_stats=counters.take())
+        data = counters.take_data()
+        stats = None if data is None else CONNECTOR.build_kv_connector_stats(data)
+        step = KVConnectorOutput(kv_connector_stats=stats)
         outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=step))
     stats = KVOutputAggregator(expected_finished_count=3).aggregate(outputs).kv_connector_output.kv_connector_stats
     assert stats.data["ucm:load_bytes_total"] == {"": 350}
     assert stats.data["ucm:load_duration_seconds"] == {"": [0.01, 0.01]}
 
 
-def test_vllms_own_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_own_log_line() -> None:
     from vllm.config import KVTransferConfig  # noqa: PLC0415 - needs vLLM
 
     transfer = KVTransferConfig(
@@ -168,7 +173,6 @@ def test_vllms_own_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_role="kv_both",
     )
     logging = vllm_metrics.KVConnectorLogging(transfer)
-    monkeypatch.setattr(logging.connector_cls, "build_kv_connector_stats", staticmethod(build_stats))
     data = everything()
     logging.observe(data)
     logging.observe(data)

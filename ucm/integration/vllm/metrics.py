@@ -142,20 +142,8 @@ class ConnectorCounters:
         self._methods.append((figures, {}))
         self._look_again = 0.0
 
-    def take(self) -> Any:
-        """Return the counts since the last call, as vLLM's ``KVConnectorStats``; None if there are none.
-
-        From 0.11.0 on, vLLM calls it once per step; otherwise the connector calls ``take_data`` itself.
-        """
-        data = self.take_data()
-        if data is None:
-            return None
-        from ucm.integration.vllm.prometheus import build_stats  # noqa: PLC0415 - its class derives from vLLM's
-
-        return build_stats(data)
-
     def take_data(self) -> StatsData | None:
-        """Return the counts since the last call; None if there are none, or no consumer.
+        """Return the counts since the last call, once per step; None if there are none, or no consumer.
 
         Without counts it only reads the clock.
         """

@@ -31,6 +31,8 @@ from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refu
 from ucm.integration.vllm.connector.handoff import SAVED, is_handed_on
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
+from ucm.integration.vllm.metric_names import copied, merge, summary
+from ucm.integration.vllm.prometheus import SeriesSet, client_classes
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_left_out
 
@@ -41,25 +43,28 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+    from ucm.integration.vllm.metric_names import StatsData
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:  # until 0.29.x, which never calls `get_transfer_results`
-    KVConnectorTransferResults = None
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # until 0.31.x, which never calls `get_external_cache_hit_sources`
-    CacheHitSource = None
+def _of_vllm(module: str, name: str) -> Any:
+    """Return a class of vLLM's; `object` in releases that lack it, and do not use what is derived from it either."""
+    try:
+        return optional(importlib.import_module(f"vllm.{module}"), name, object)
+    except ImportError:
+        return object
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
-except ImportError:  # until 0.11.0: a connector means one KV-cache group
 
-    class SupportsHMA:  # type: ignore[no-redef]
-        """Stands in for vLLM's mark of connectors that know hybrid KV-cache groups."""
-
+_V1 = "distributed.kv_transfer.kv_connector.v1"
+#: From 0.30.0 on; the mark of connectors that know hybrid KV-cache groups, from 0.11.1 on; messages from the workers to
+#: the scheduler, from 0.18.0 on.
+KVConnectorTransferResults = _of_vllm(f"{_V1}.base", "KVConnectorTransferResults")
+SupportsHMA = _of_vllm(f"{_V1}.base", "SupportsHMA")
+KVConnectorWorkerMetadata = _of_vllm(f"{_V1}.base", "KVConnectorWorkerMetadata")
+#: From 0.32.0 on; from 0.11.0 on; from 0.11.1 on.
+CacheHitSource = _of_vllm("v1.metrics.cache_hit_source", "CacheHitSource")
+KVConnectorStats = _of_vllm(f"{_V1}.metrics", "KVConnectorStats")
+KVConnectorPromMetrics = _of_vllm(f"{_V1}.metrics", "KVConnectorPromMetrics")
 
 logger = get_logger(__name__)
 
@@ -97,14 +102,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped
         self.plan = plan
 
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-except ImportError:  # workers tell the scheduler nothing
-
-    class KVConnectorWorkerMetadata:  # type: ignore[no-redef]
-        """A stand-in for vLLM's message from the workers to the scheduler."""
-
-
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is untyped here
     """What a worker found out about its weights and has stored, on its way to the scheduler.
 
@@ -132,6 +129,43 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is
         return WorkerMetadata(
             report, {name: {**self.stored.get(name, {}), **other.stored.get(name, {})} for name in names}
         )
+
+
+class UCMConnectorStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyped here
+    """Counts of one or more ranks, or of one or more steps."""
+
+    def reset(self) -> None:
+        """Drop them."""
+        self.data: StatsData = {}
+
+    def is_empty(self) -> bool:
+        """Return whether there are none."""
+        return not self.data
+
+    def aggregate(self, other: UCMConnectorStats) -> UCMConnectorStats:
+        """Add others."""
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, float]:
+        """Return what vLLM logs."""
+        return summary(self.data)
+
+
+class UCMPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is untyped here
+    """UCM's metrics in the process that answers /metrics; the arguments are vLLM's."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, metric_types: Any, labelnames: Iterable[str], per_engine_labelvalues: Any
+    ) -> None:
+        names = list(labelnames)
+        super().__init__(vllm_config, metric_types, names, per_engine_labelvalues)
+        used = {kind: metric_types[one] for kind, one in client_classes().items()}
+        self._series = SeriesSet(used, names, per_engine_labelvalues)
+
+    def observe(self, transfer_stats_data: StatsData, engine_idx: int = 0) -> None:
+        """Export counts that have arrived."""
+        self._series.observe(transfer_stats_data, engine_idx)
 
 
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped here
@@ -222,8 +256,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Where the tokens of a hit come from, in vLLM's words; releases from 0.32.0 on ask, once per admission."""
-        if CacheHitSource is None:
-            raise RuntimeError("this release of vLLM does not count hits by their source")
         found = Counter[str]()
         for tier, tokens in self._scheduler.tiers(request, num_external_tokens).items():
             found[SOURCES.get(tier, OTHER_SOURCE)] += tokens
@@ -383,14 +415,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     def get_kv_connector_stats(self) -> Any:
         """What this side counted since the last call."""
         side = self._worker_side or self._scheduler_side
-        return side.take_stats() if side is not None and self._takes_stats else None
+        data = side.counters.take_data() if side is not None and self._takes_stats else None
+        return None if data is None else self.build_kv_connector_stats(data)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """Counts that arrived from another process."""
-        from ucm.integration.vllm.prometheus import build_stats  # noqa: PLC0415 - newer releases only
-
-        return build_stats(data)
+        """Counts that arrived from another process; copied, because vLLM adds later ones to the object."""
+        return UCMConnectorStats(data=copied(data or {}))
 
     @classmethod
     def build_prom_metrics(
@@ -401,9 +432,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         per_engine_labelvalues: Any,
     ) -> Any:
         """UCM's metrics among vLLM's own."""
-        from ucm.integration.vllm.prometheus import build_prom_metrics  # noqa: PLC0415 - newer releases only
-
-        return build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return UCMPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -403,10 +403,6 @@ class SchedulerSide:
                 self.events.forget()
             self.events.start_anew()
 
-    def take_stats(self) -> Any:
-        """Return the counts since the last call; None if there are none."""
-        return self.counters.take()
-
     def close(self) -> None:
         """Close the stores."""
         self._weights.close()
@@ -678,10 +674,6 @@ class WorkerSide:
         if method is None or self._vllm_config.parallel_config.rank != 0:  # all ranks do the same with a request
             return {}
         return method.figures()
-
-    def take_stats(self) -> Any:
-        """Return the counts since the last call; None if there are none."""
-        return self.counters.take()
 
     def close(self) -> None:
         """Finish transfers and close everything."""
