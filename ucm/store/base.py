@@ -353,6 +353,21 @@ class TransferTask(Task):
             self._failed.setdefault(key, error)
             self._finish(1)
 
+    def take(self, result: TaskResult) -> None:
+        """Add the outcomes of another task, which was one of several steps of these transfers."""
+        with self._lock:
+            self._done.update(result.done)
+            self._failed.update(result.failed)
+            self._nbytes += result.nbytes
+
+    def end(self, otherwise: Mapping[BlockKey, StoreError]) -> None:
+        """End all transfers; those without an outcome have failed."""
+        with self._lock:
+            for key, error in otherwise.items():
+                if key not in self._done:
+                    self._failed.setdefault(key, error)
+            self._finish(self._left)
+
     def _finish(self, transfers: int) -> None:
         self._left -= transfers
         if self._left == 0:

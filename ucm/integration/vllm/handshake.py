@@ -42,17 +42,13 @@ SEED, VLLM = "block_hash_function", "vllm"
 SAME = "install the same runtime and overlay on every node, and give all of vLLM's processes the same environment"
 
 
+@refusals_logged("UCM.Sparse")
 def require_same_in_workers(engine_core: Any) -> None:
     """Refuse an engine whose workers do not run the scheduler side's method.
 
     Raises:
         SparseMethodError: Naming each worker and its differences, or the side that is missing here.
     """
-    with refusals_logged("UCM.Sparse"):
-        _require_same_in_workers(engine_core)
-
-
-def _require_same_in_workers(engine_core: Any) -> None:
     config, scheduler = engine_core.vllm_config, engine_core.scheduler
     configured = sparse_method_config(config)
     if configured is None:

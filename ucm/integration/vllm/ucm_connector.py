@@ -102,7 +102,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped
         self.plan = plan
 
 
-class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is untyped here
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, valid-type] # vLLM is untyped here
     """What a worker found out about its weights and has stored, on its way to the scheduler.
 
     Args:
@@ -131,7 +131,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is
         )
 
 
-class UCMConnectorStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyped here
+class UCMConnectorStats(KVConnectorStats):  # type: ignore[misc, valid-type] # vLLM is untyped here
     """Counts of one or more ranks, or of one or more steps."""
 
     def reset(self) -> None:
@@ -152,7 +152,7 @@ class UCMConnectorStats(KVConnectorStats):  # type: ignore[misc] # vLLM is untyp
         return summary(self.data)
 
 
-class UCMPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is untyped here
+class UCMPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, valid-type] # vLLM is untyped here
     """UCM's metrics in the process that answers /metrics; the arguments are vLLM's."""
 
     def __init__(
@@ -168,7 +168,7 @@ class UCMPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is un
         self._series.observe(transfer_stats_data, engine_idx)
 
 
-class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped here
+class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid-type] # vLLM is untyped here
     """Persistent prefix cache; ``connector`` in its configuration chooses how blocks are moved.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.saving import Saver
-from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TaskResult
+from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TransferTask
 from ucm.store.config import StoreConfig
 from ucm.store.format import gather
 from ucm.store.health import Pool
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
     from ucm.integration.vllm.connector.metadata import BlockMoves
     from ucm.integration.vllm.connector.saving import SaveTask
-    from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError
+    from ucm.store.base import BlockGeometry, BlockKey, KVStore
     from ucm.store.memory.slab import SlabReader
 
 #: Called when work has ended: with the device's error, or with None.
@@ -137,43 +137,6 @@ def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geom
     return [place + share + skipped for place in moves.places]
 
 
-class StagedTask(Task):
-    """A load in progress on the load thread."""
-
-    def __init__(self, keys: Sequence[BlockKey], *, clock: Clock = SYSTEM) -> None:
-        self._keys = keys
-        self._clock = clock
-        self._finished = clock.event()
-        self._done: dict[BlockKey, str] = {}
-        self._failed: dict[BlockKey, StoreError] = {}
-        self._nbytes = 0
-        self._started = clock.monotonic()
-        self._seconds = 0.0
-
-    def take(self, result: TaskResult) -> None:
-        """Add the result of a portion."""
-        self._done.update(result.done)
-        self._failed.update(result.failed)
-        self._nbytes += result.nbytes
-
-    def end(self, error: Exception | None) -> None:
-        """End the task; if the device failed, blocks that are not done have failed."""
-        if error is not None:
-            reason = device_failed(error)
-            self._failed.update({key: reason for key in self._keys if key not in self._done})
-        self._seconds = self._clock.monotonic() - self._started
-        self._finished.set()
-
-    def wait(self) -> TaskResult:
-        """Wait for the last portion."""
-        self._finished.wait()
-        return TaskResult(self._done, self._failed, self._nbytes, self._seconds)
-
-    def check(self) -> bool:
-        """Return whether the load has ended."""
-        return self._finished.is_set()
-
-
 def device_failed(error: Exception) -> StoreUnavailableError:
     """Return the error of blocks that could not be copied."""
     return StoreUnavailableError(f"a copy on the device failed: {error}")
@@ -260,8 +223,12 @@ class StagedTransfer(GroupTransfer):
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks onto the device."""
-        task = StagedTask(moves.keys, clock=self._clock)
-        self._loader.submit(lambda event: self._load(task, event, moves, layers, share), task.end)
+        task = TransferTask(1, clock=self._clock)
+
+        def ended(error: Exception | None) -> None:
+            task.end({} if error is None else dict.fromkeys(moves.keys, device_failed(error)))
+
+        self._loader.submit(lambda event: self._load(task, event, moves, layers, share), ended)
         return task
 
     def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
@@ -292,7 +259,7 @@ class StagedTransfer(GroupTransfer):
         self.saver.close()
         self._store.close()
 
-    def _load(self, task: StagedTask, event: Any, moves: BlockMoves, layers: range, share: int) -> None:
+    def _load(self, task: TransferTask, event: Any, moves: BlockMoves, layers: range, share: int) -> None:
         """Load as many chunks at a time as the staging memory holds; read the next ones while some are placed."""
         lane, size = self._loader, self._portion
         reading: list[tuple[list[Any], slice, Task]] = []
@@ -318,7 +285,7 @@ class StagedTransfer(GroupTransfer):
 
     def _place(
         self,
-        task: StagedTask,
+        task: TransferTask,
         event: Any,
         moves: BlockMoves,
         layers: range,

@@ -387,13 +387,6 @@ def _log_done(text: str, what: BlockMoves | SaveUnderWay, result: TaskResult) ->
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Waiting(Generic[T]):
-    item: T
-    step: int
-    epoch: int
-
-
 class Unconfirmed(Generic[T]):
     """Holds back saved items until their step is confirmed: no rank's weights had changed by then.
 
@@ -410,7 +403,7 @@ class Unconfirmed(Generic[T]):
     def __init__(self, confirm: Callable[[T], None], drop: Callable[[T], None]) -> None:
         self._confirm = confirm
         self._drop = drop
-        self._waiting: list[_Waiting[T]] = []
+        self._waiting: list[tuple[T, int, int]] = []  # with the last step that computed some of it, and the epoch
         self._confirmed: int | None = None
         self._epoch = 0
 
@@ -418,27 +411,24 @@ class Unconfirmed(Generic[T]):
         """Begin a step: write what its plan confirms, and drop unconfirmed items of earlier epochs."""
         self._confirmed, self._epoch = plan.confirmed, plan.epoch
         waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if one.epoch < plan.epoch:
-                self._drop(one.item)
+        for item, step, epoch in waiting:
+            if epoch < plan.epoch:
+                self._drop(item)
             else:
-                self._confirm_or_keep(one)
+                self.add(item, step)
 
     def add(self, item: T, step: int) -> None:
         """Add a saved item whose KV was computed in steps up to ``step``."""
-        self._confirm_or_keep(_Waiting(item, step, self._epoch))
+        if self._confirmed is None or step <= self._confirmed:
+            self._confirm(item)
+        else:
+            self._waiting.append((item, step, self._epoch))
 
     def close(self) -> None:
         """Drop all unconfirmed items."""
         waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            self._drop(one.item)
-
-    def _confirm_or_keep(self, one: _Waiting[T]) -> None:
-        if self._confirmed is None or one.step <= self._confirmed:
-            self._confirm(one.item)
-        else:
-            self._waiting.append(one)
+        for item, *_ in waiting:
+            self._drop(item)
 
 
 class LayerWiseWorker(TransferWorker):

@@ -6,7 +6,8 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.connector.transfer import StagedTask, Stream, _Lane
+from ucm.integration.vllm.connector.transfer import Stream, _Lane
+from ucm.store.base import TransferTask
 
 if TYPE_CHECKING:
     from tests.clock import SimulatedClock
@@ -34,8 +35,8 @@ def lane(clock: SimulatedClock) -> _Lane:
 
 
 def run(clock: SimulatedClock, lane: _Lane, work: Any) -> None:
-    task = StagedTask([], clock=clock)
-    lane.submit(work, task.end)
+    task = TransferTask(1, clock=clock)
+    lane.submit(work, lambda _: task.end({}))
     task.wait()
 
 
