@@ -89,26 +89,18 @@ def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
     return bool(latent[0])
 
 
-def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None) -> str:
-    """Return the directory name for one worker's part of one KV-cache group.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
-        group_id: The KV-cache group's index.
-        spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
-        ranks: The worker's place; by default this process's.
-
-    Returns:
-        For instance ``tp1of4-pp0of1-g0-b16``; ranks whose KV is the same have the same tag.
-    """
-    (tag,) = part_tags(vllm_config, group_id, spec=spec, ranks=ranks)
+def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None) -> str:
+    """Return the only one of `part_tags`, for instance ``tp1of4-pp0of1-g0-b16``, without slices of KV heads."""
+    (tag,) = part_tags(vllm_config, group_id, spec=spec)
     return tag
 
 
 def part_tags(
     vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None, shards: int = 0
 ) -> list[str]:
-    """Return the directory names for all that one worker stores of one KV-cache group; see `rank_tag`.
+    """Return the directory names for all that one worker stores of one KV-cache group.
+
+    Ranks whose KV is the same have the same names.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
@@ -149,14 +141,12 @@ def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None, shards: int 
     )
 
 
-def must_save(vllm_config: Any, *, spec: Any = None, ranks: Ranks | None = None) -> bool:
+def must_save(vllm_config: Any, *, spec: Any = None) -> bool:
     """Return whether this worker saves its part: of several with the same KV, the one with the lowest rank does.
 
     Args:
-        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
+        vllm_config: The worker's ``VllmConfig``.
         spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
-        ranks: The worker's place; by default this process's.
     """
     sizes = Parallelism.of(vllm_config)
-    ranks = ranks or sizes.ranks(rank_of(vllm_config))
-    return ranks.tp < sizes.dcp or not is_replicated(vllm_config, spec)
+    return sizes.ranks(rank_of(vllm_config)).tp < sizes.dcp or not is_replicated(vllm_config, spec)

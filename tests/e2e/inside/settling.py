@@ -36,6 +36,6 @@ def saves(worker: Any) -> bool:
     if not transfer.has_kv_transfer_group():
         return False
     connector = transfer.get_kv_transfer_group()
-    sides = (vars(one).get("_worker_side") for one in vars(connector).get("_connectors", [connector]))
+    sides = (vars(one).get("_worker") for one in vars(connector).get("_connectors", [connector]))
     begun = [side.worker for side in sides if side is not None and side.has_begun]
     return any(one._left() or one._unconfirmed._waiting for one in begun)

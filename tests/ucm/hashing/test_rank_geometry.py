@@ -144,8 +144,7 @@ def test_a_release_that_lacks_a_kind_of_parallelism() -> None:
 
 
 def test_a_place_may_be_given() -> None:
-    assert rank_tag(config(sizes=sized(2)), 0, ranks=Ranks(tp=1)) == "tp1of2-pp0of1-g0-b16"
-    assert not must_save(config(sizes=sized(2), mla=True), ranks=Ranks(tp=1))
+    assert part_tags(config(sizes=sized(2)), 0, ranks=Ranks(tp=1)) == ["tp1of2-pp0of1-g0-b16"]
 
 
 def test_slices_of_heads_are_named_alike_in_engines_of_all_sizes() -> None:

@@ -106,17 +106,10 @@ class ConnectorCounters:
         self._observe(names.LOAD_DURATION, seconds)
 
     def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Count saved blocks, or layers of them, without those that the store already had.
-
-        Args:
-            blocks: How many are there now as a whole; 0 for all layers of a block but the last.
-            nbytes: Bytes saved.
-            seconds: From the call to the last byte.
-        """
+        """Count saved blocks, and their bytes without those that the store had, in a time from the call to the end."""
         if not nbytes:
             return
-        if blocks:
-            self.add(names.SAVE_BLOCKS, blocks)
+        self.add(names.SAVE_BLOCKS, blocks)
         self.add(names.SAVE_BYTES, nbytes)
         self._observe(names.SAVE_DURATION, seconds)
 

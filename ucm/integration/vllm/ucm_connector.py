@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -68,8 +68,6 @@ KVConnectorPromMetrics = _of_vllm(f"{_V1}.metrics", "KVConnectorPromMetrics")
 
 logger = get_logger(__name__)
 
-Side = TypeVar("Side")
-
 #: For our tiers, vLLM's word for where a hit comes from; the other is for servers, and for what no tier is known of.
 SOURCES, OTHER_SOURCE = {"dram": "host", "posix": "disk"}, "external_unspecified"
 #: From 0.11.0 on vLLM collects the counts; before, each side publishes them itself, once per step.
@@ -82,17 +80,6 @@ def _takes_stats(vllm_config: VllmConfig) -> bool:
         return VLLM_TAKES_STATS
     multi = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
     return optional(multi, "MultiKVConnectorPromMetrics") is not None
-
-
-def side_of(side: Side | None) -> Side:
-    """Return a side of a connector.
-
-    Raises:
-        RuntimeError: It is in another process.
-    """
-    if side is None:
-        raise RuntimeError("a connector was asked for the part of its other side")
-    return side
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
@@ -189,6 +176,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
     #: What runs in the scheduler's process, and in each worker's.
     scheduler_side: ClassVar[type[SchedulerSide]] = SchedulerSide
     worker_side: ClassVar[type[WorkerSide]] = WorkerSide
+    #: Either of them: a connector has one role.
+    _side: SchedulerSide | WorkerSide
+    _scheduler: SchedulerSide
+    _worker: WorkerSide
 
     def __init__(
         self,
@@ -202,17 +193,15 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
             super().__init__(vllm_config, role)
         else:
             super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
         self._takes_stats = _takes_stats(vllm_config)
         check_left_out()
         with refusals_logged("UCM.Config"):
             settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config, clock=clock)
             given = vllm_config, kv_cache_config, settings, KVConnectorBase_V1
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler_side = self.scheduler_side(*given, clock=clock)
+                self._side = self._scheduler = self.scheduler_side(*given, clock=clock)
             else:
-                self._worker_side = self.worker_side(*given, clock=clock)
+                self._side = self._worker = self.worker_side(*given, clock=clock)
 
     @classmethod
     def _settings(cls, extra_config: dict[str, Any] | None, *, clock: Clock = SYSTEM) -> ConnectorConfig:
@@ -231,14 +220,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
                 fix="remove it, or use UCMConnector",
             )
         return found
-
-    @property
-    def _scheduler(self) -> SchedulerSide:
-        return side_of(self._scheduler_side)
-
-    @property
-    def _worker(self) -> WorkerSide:
-        return side_of(self._worker_side)
 
     # Scheduler side
 
@@ -399,10 +380,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
     def shutdown(self) -> None:
         """Finish running transfers."""
-        if self._worker_side is not None:
-            self._worker_side.close()
-        if self._scheduler_side is not None:
-            self._scheduler_side.close()
+        self._side.close()
 
     def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
@@ -414,8 +392,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
     def get_kv_connector_stats(self) -> Any:
         """What this side counted since the last call."""
-        side = self._worker_side or self._scheduler_side
-        data = side.counters.take_data() if side is not None and self._takes_stats else None
+        data = self._side.counters.take_data() if self._takes_stats else None
         return None if data is None else self.build_kv_connector_stats(data)
 
     @classmethod

@@ -537,11 +537,6 @@ class PrefixCacheScheduler:
         self.stager.start_anew()
         self._late = []
 
-    @property
-    def epoch(self) -> int:
-        """How often ``start_anew`` was called."""
-        return self._epoch
-
     def is_excluded(self, request: Request) -> bool:
         """Return whether nothing is loaded or saved for a request, for instance because its KV is not vouched for."""
         return self._is_excluded(self._state(request))

@@ -43,14 +43,16 @@ class GroupTransfer(ABC):
     row is free is not saved.
     """
 
-    #: The names of the layers, in the order of a block's bytes.
-    layer_names: Sequence[str]
-    #: The size of a chunk in bytes.
-    chunk_bytes: int
-    #: The number of tokens of a chunk.
-    chunk_tokens: int
-    #: Holds the rows.
-    saver: Saver
+    def __init__(
+        self, memory: HostMemory | DeviceMemory, store: KVStore, slab: SlabReader, room: int, *, clock: Clock = SYSTEM
+    ) -> None:
+        self.store = store
+        self._slab = slab
+        self._clock = clock
+        self.saver = Saver(store, memory.geometry.nbytes, room, clock=clock)  #: holds the rows
+        self.layer_names = [layout.name for layout in memory.layouts]  #: in the order of a block's bytes
+        self.chunk_bytes = memory.geometry.nbytes
+        self.chunk_tokens = memory.group.chunk_tokens
 
     @abstractmethod
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
@@ -84,9 +86,10 @@ class GroupTransfer(ABC):
         """Bytes that were saved and are not written yet."""
         return self.saver.waiting_bytes
 
-    @abstractmethod
     def close(self) -> None:
         """Finish confirmed saves and close the store."""
+        self.saver.close()
+        self.store.close()
 
 
 class HostTransfer(GroupTransfer):
@@ -95,13 +98,8 @@ class HostTransfer(GroupTransfer):
     def __init__(
         self, memory: HostMemory, store: KVStore, slab: SlabReader, save_queue_bytes: int, *, clock: Clock = SYSTEM
     ) -> None:
+        super().__init__(memory, store, slab, save_queue_bytes, clock=clock)
         self._memory = memory
-        self.store = store
-        self._slab = slab
-        self.saver = Saver(store, memory.geometry.nbytes, save_queue_bytes, clock=clock)
-        self.layer_names = [layout.name for layout in memory.layouts]
-        self.chunk_bytes = memory.geometry.nbytes
-        self.chunk_tokens = memory.group.chunk_tokens
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks into the KV cache."""
@@ -124,11 +122,6 @@ class HostTransfer(GroupTransfer):
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to the store, because the forward runs on the host's processors."""
         self.store.throttle(active=active)
-
-    def close(self) -> None:
-        """Close the store."""
-        self.saver.close()
-        self.store.close()
 
 
 def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geometry: BlockGeometry) -> list[int]:
@@ -208,18 +201,12 @@ class StagedTransfer(GroupTransfer):
         save_queue_bytes: int = StoreConfig.save_queue_bytes,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
+        super().__init__(memory, store, slab, save_queue_bytes, clock=clock)
         self._memory = memory
-        self._store = store
-        self._slab = slab
-        self.layer_names = [layout.name for layout in memory.layouts]
-        self.chunk_bytes = memory.geometry.nbytes
-        self.chunk_tokens = memory.group.chunk_tokens
         self._portion = max(1, staging_bytes // 2 // self.chunk_bytes)
         blocks = self._portion * memory.group.chunk_blocks
         self._loader = _Lane(memory, blocks, "ucm-load", stagings=2, clock=clock)
         self._gatherer = _Lane(memory, blocks, "ucm-gather", stagings=1, clock=clock)
-        self.saver = Saver(store, memory.geometry.nbytes, save_queue_bytes, clock=clock)
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks onto the device."""
@@ -256,8 +243,7 @@ class StagedTransfer(GroupTransfer):
         """Finish queued transfers and close the store."""
         self._loader.close()
         self._gatherer.close()
-        self.saver.close()
-        self._store.close()
+        super().close()
 
     def _load(self, task: TransferTask, event: Any, moves: BlockMoves, layers: range, share: int) -> None:
         """Load as many chunks at a time as the staging memory holds; read the next ones while some are placed."""
@@ -274,7 +260,7 @@ class StagedTransfer(GroupTransfer):
                     for row, (key, depth) in enumerate(zip(moves.keys[part], moves.depths[part], strict=True))
                 ]
                 places = _places(moves, share, blocks, self._memory.geometry)[part]
-                started = self._slab.load(blocks, places, moves.tiers[part]) if places else self._store.load(blocks)
+                started = self._slab.load(blocks, places, moves.tiers[part]) if places else self.store.load(blocks)
                 reading.append((staging, part, started))
             while reading:
                 self._place(task, event, moves, layers, *reading.pop(0))

@@ -366,7 +366,7 @@ def silence_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def visible(engine: VllmEngine) -> Counter[Path]:
     """Return the number of stored blocks of each rank."""
-    engine.clock.run_until(lambda: not any(worker._worker_side.worker._left() for worker in engine.workers))
+    engine.clock.run_until(lambda: not any(worker._worker.worker._left() for worker in engine.workers))
     files = (path for path in engine.store_directory.rglob("*") if path.is_file())
     return Counter(path.parents[1] for path in files if re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name))
 
@@ -395,7 +395,7 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
     watching: list[Any] = [create_autospec(LiveWeights, instance=True) for _ in engine.workers]
     for worker, weights in zip(engine.workers, watching, strict=True):
         weights.changed.return_value = False
-        worker._worker_side._weights = weights
+        worker._worker._weights = weights
 
     def serve_one(first: int) -> list[int]:
         engine.submit(list(range(first, first + 30)), 1)
