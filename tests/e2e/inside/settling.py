@@ -37,5 +37,5 @@ def saves(worker: Any) -> bool:
         return False
     connector = transfer.get_kv_transfer_group()
     sides = (vars(one).get("_worker") for one in vars(connector).get("_connectors", [connector]))
-    begun = [side.worker for side in sides if side is not None and side.has_begun]
+    begun = [side.worker for side in sides if side is not None]
     return any(one._left() or one._unconfirmed._waiting for one in begun)

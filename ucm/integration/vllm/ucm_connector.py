@@ -316,27 +316,23 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load the step's blocks."""
-        if self._worker.has_begun:
-            plan = self._plan()
-            self._worker.load(plan, forward_context, **kwargs)
-            _log_moves("[UCM.Load] request %s: %d blocks of KV-cache group %d to load", plan.loads)
+        plan = self._plan()
+        self._worker.load(plan, forward_context, **kwargs)
+        _log_moves("[UCM.Load] request %s: %d blocks of KV-cache group %d to load", plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where blocks are loaded layer by layer."""
-        if self._worker.has_begun:
-            self._worker.worker.wait_for_layer(layer_name)
+        self._worker.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Save one layer, where blocks are saved layer by layer."""
-        if self._worker.has_begun:
-            self._worker.worker.layer_computed(layer_name)
+        self._worker.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Start the step's saves."""
-        if self._worker.has_begun:
-            plan = self._plan()
-            self._worker.save(plan)
-            _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
+        plan = self._plan()
+        self._worker.save(plan)
+        _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
         """Return the requests whose loads have ended, and those whose whole load failed; saves delay no request.
@@ -344,7 +340,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
         Releases from 0.30.0 on call this instead of ``get_finished``.
         """
         loaded = self._take_loaded()
-        failed = self._worker.worker.take_failed_requests() if self._worker.has_begun else set()
+        failed = self._worker.worker.take_failed_requests()
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
@@ -354,7 +350,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
             PromisedBlockLostError: A whole load failed, but a runner that calls this method does not ask for those.
         """
         loaded = self._take_loaded()
-        if self._worker.has_begun and (failed := self._worker.worker.take_failed_requests()):
+        if failed := self._worker.worker.take_failed_requests():
             raise PromisedBlockLostError(
                 "promised blocks could not be loaded, and this model runner does not recompute a request's whole load",
                 where=f"request {min(failed)}",
@@ -366,17 +362,17 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
         if not self._takes_stats:
             self._worker.counters.take_data()
         self._worker.end()
-        return self._worker.worker.take_loaded() if self._worker.has_begun else set()
+        return self._worker.worker.take_loaded()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """News about the weights and stored blocks, for the scheduler."""
         report = self._worker.take_report()
-        stored = self._worker.worker.take_stored() if self._worker.has_begun else {}
+        stored = self._worker.worker.take_stored()
         return WorkerMetadata(report, stored) if report is not None or stored else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose tokens have to be computed again."""
-        return self._worker.worker.take_failed_blocks() if self._worker.has_begun else set()
+        return self._worker.worker.take_failed_blocks()
 
     def shutdown(self) -> None:
         """Finish running transfers."""

@@ -310,7 +310,7 @@ class BlendWorkerSide(WorkerSide):
     def load(self, plan: StepPlan, forward_context: Any, **given: Any) -> None:
         """Load a step's blocks, and blend, within the step's forward context."""
         super().load(plan, forward_context, **given)
-        if plan.blend is None or self._blending is None or self._caches is None:
+        if not plan.namespace or plan.blend is None or self._blending is None or self._caches is None:
             return
         if self._saver is None:
             config, where = self._settings.store.as_store_config(), f"{plan.namespace}/{CHUNKS}"
@@ -329,7 +329,7 @@ class BlendWorkerSide(WorkerSide):
     def save(self, plan: StepPlan) -> None:
         """Save what a step has computed, after its forward."""
         super().save(plan)
-        if plan.blend is not None and self._blending is not None and self.is_valid(plan):
+        if plan.namespace and plan.blend is not None and self._blending is not None and self.is_valid(plan):
             self._blending.save(plan.blend)
 
     def close(self) -> None:

@@ -794,17 +794,7 @@ class PrefixCacheScheduler:
             first, last = chunks.start, chunks.stop
             state.saved[group.index] = max(first, last)
             if chunks:
-                found = BlockMoves(
-                    request.request_id,
-                    group.index,
-                    [],
-                    [],
-                    [],
-                    chunk_blocks=group.chunk_blocks,
-                    step=state.ran,
-                    adapter=adapter_number(request),
-                    retain_until=self._until(state),
-                )
+                found = self._save_of(state, group)
                 keys = self._keys(request, group, first, last)
                 if self.events is not None:
                     self.events.saving(request, group, first, keys, self._parent(request, group, first))
@@ -843,26 +833,32 @@ class PrefixCacheScheduler:
             return moves
         request, num_tokens = state.request, self._to_store(state, num_tokens)
         for block_id, (index, tokens) in state.states.items():
-            block = tokens // self._stored[index].block_size - 1
-            keys = self._keys(request, self._stored[index], block, block + 1) if tokens <= num_tokens else []
+            group = self._stored[index]
+            block = tokens // group.block_size - 1
+            keys = self._keys(request, group, block, block + 1) if tokens <= num_tokens else []
             if not keys or (index, keys[0]) in saving:
                 continue
             saving.add((index, keys[0]))
             state.to_save += 1
-            moves.append(
-                BlockMoves(
-                    request.request_id,
-                    index,
-                    keys,
-                    [block_id],
-                    [tokens],
-                    step=state.ran,
-                    adapter=adapter_number(request),
-                    retain_until=self._until(state),
-                )
-            )
+            found = self._save_of(state, group)
+            found.keys, found.block_ids, found.depths = keys, [block_id], [tokens]
+            moves.append(found)
         state.states = {}
         return moves
+
+    def _save_of(self, state: RequestState, group: CacheGroup) -> BlockMoves:
+        """Return a save for a request in a group, with no chunks yet."""
+        return BlockMoves(
+            state.request.request_id,
+            group.index,
+            [],
+            [],
+            [],
+            chunk_blocks=group.chunk_blocks,
+            step=state.ran,
+            adapter=adapter_number(state.request),
+            retain_until=self._until(state),
+        )
 
     def _to_store(self, state: RequestState, num_tokens: int) -> int:
         """Return how many of a request's first tokens may be stored, of so many computed ones."""

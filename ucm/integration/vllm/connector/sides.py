@@ -437,7 +437,9 @@ class WorkerSide:
         self.counters = create_counters(vllm_config, settings, clock=clock)
         self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
-        self._worker: TransferWorker | None = None
+        #: Moves nothing until a plan has the namespace: graph capture and memory profiling happen before any step.
+        self.worker = TransferWorker({}, self.counters, places={}, saves=(), clock=clock)
+        self._has_begun = False
         self._slab = SlabReader(clock=clock)
         self._offered: SlabAddress | None = None
         self._weights: LiveWeights | None = None
@@ -452,21 +454,6 @@ class WorkerSide:
     @property
     def _rank(self) -> int:
         return rank_of(self._vllm_config) % ranks(self._vllm_config)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether blocks are transferred: a step has begun and the namespace is known.
-
-        Graph capture and memory profiling happen before any step.
-        """
-        return self._worker is not None
-
-    @property
-    def worker(self) -> TransferWorker:
-        """The transfer worker, once ``has_begun``."""
-        if self._worker is None:
-            raise RuntimeError("vLLM asked for a transfer before it began a step that may have one")
-        return self._worker
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Locate the blocks in the KV caches.
@@ -515,15 +502,15 @@ class WorkerSide:
                     "[UCM.Save] more LoRA adapters were replaced in place than this worker can report; from here on, "
                     "nothing that this engine computes is saved. Restart it to save again"
                 )
-        if self._worker is None:
-            if not plan.namespace:
-                return
-            self._worker = self._create_worker(plan.namespace)
+        if not plan.namespace:
+            return
+        if not self._has_begun:
+            self._has_begun, self.worker = True, self._create_worker(plan.namespace)
         if not self.is_valid(plan):
-            self._worker.refuse(plan)
+            self.worker.refuse(plan)
         elif self.report.adapters:
-            self._worker.refuse(plan, self.report.adapters)
-        self._worker.begin(plan)
+            self.worker.refuse(plan, self.report.adapters)
+        self.worker.begin(plan)
 
     def is_valid(self, plan: StepPlan) -> bool:
         """Return whether the weights and the authentication key are those for which a step was planned."""
@@ -677,7 +664,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish transfers and close everything."""
-        if self._worker is not None:
-            self._worker.close()
+        if self._has_begun:
+            self.worker.close()
         self._slab.close()
         self.counters.close()

@@ -66,7 +66,7 @@ def test_nothing_is_moved_until_it_is_known_whose_blocks_these_are(made: Side) -
     made.worker.begin.assert_not_called()
     made.side.begin(StepPlan(2, "model-1"))
     made.side.begin(StepPlan(3, "model-1"))
-    assert made.side.has_begun
+    assert made.side.worker is made.worker
     assert made.namespaces == ["model-1"]
     assert made.worker.begin.call_count == 2
 
@@ -140,7 +140,7 @@ def test_weights_are_looked_at_before_it_is_known_whose_blocks_these_are(made: S
     made.side.begin(StepPlan(2, verify=True))
     made.weights.changed.assert_called_once_with(wholly=True)
     assert made.side.take_report() == WeightsReport(looked=2)
-    assert not made.side.has_begun
+    assert made.side.worker is not made.worker
 
 
 @pytest.mark.parametrize(
