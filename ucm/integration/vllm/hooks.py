@@ -168,15 +168,13 @@ def engine_core_started(engine_core: Any) -> None:
 
 def request_added(scheduler: Any, request: Any) -> None:
     """A new request has entered the queue."""
-    method = method_of(scheduler) if _schedules_sparsely else None
-    if method is not None:
+    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
         method.request_added(request)
 
 
 def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
     """The scheduler is about to compute tokens of a request: limit them; see `SparseMethod.limit_new_tokens`."""
-    method = method_of(scheduler) if _schedules_sparsely else None
-    if method is not None:
+    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
         num_new_tokens = method.limit_new_tokens(request, num_computed_tokens, num_new_tokens)
     return num_new_tokens
 
@@ -196,8 +194,7 @@ def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
 
 def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
     """A step is decided: the method's metadata travels to the workers as ``ucm_sparse_meta``."""
-    method = method_of(scheduler) if _schedules_sparsely else None
-    if method is not None:
+    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
         if method.allocating is None:
             _check_allocated(method, scheduler_output)
         method.allocating = None
@@ -207,15 +204,13 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
 
 def request_preempted(scheduler: Any, request: Any) -> None:
     """A running request has lost its blocks, and with them its place in this step."""
-    method = method_of(scheduler) if _schedules_sparsely else None
-    if method is not None:
+    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
         method.request_preempted(request)
 
 
 def request_freed(scheduler: Any, request: Any) -> None:
     """A request has ended."""
-    method = method_of(scheduler) if _schedules_sparsely else None
-    if method is not None:
+    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
         if method.allocating is not None and method.allocating[0] == request.request_id:
             method.allocating = ("", 0)  # the next request that asks takes its place
         method.request_freed(request)
@@ -285,46 +280,40 @@ def worker_method(vllm_config: Any) -> SparseMethod | None:
 
 def update_states(runner: Any, scheduler_output: Any) -> None:
     """V1: a step has arrived."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         _step_arrived(method, scheduler_output)
         method.update_states(runner, scheduler_output)
 
 
 def worker_requests_finished(runner: Any, request_ids: Iterable[str]) -> None:
     """V1: the requests that ended since the last step; called in every step, mostly with none."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None and request_ids:
+    if _works_sparsely and (method := method_of(runner)) is not None and request_ids:
         method.requests_finished(runner, request_ids)
 
 
 def blocks_updated(runner: Any, request_id: str, request_index: int, scheduler_output: Any) -> None:
     """V1: the new blocks of a request that was also in the previous step are in its row."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         method.blocks_updated(runner, request_id, request_index, scheduler_output)
 
 
 def execute_begin(runner: Any, scheduler_output: Any) -> None:
     """V1: the model is about to run."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         _check_arrived(method, scheduler_output)
         method.execute_begin(runner, scheduler_output, runner.input_batch)
 
 
 def execute_finished(runner: Any, scheduler_output: Any, model_output: Any) -> None:
     """V1: the model has run."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, model_output)
 
 
 def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
     """V2: a step has arrived; report its finished requests, without the preempted ones that V2 includes."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         # The only object of a runner that a hook gets without the runner; recreated with each KV cache.
         tables = optional(runner, "block_tables")
         if tables is not None:
@@ -337,15 +326,13 @@ def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
 
 def v2_requests_added(runner: Any, scheduler_output: Any) -> None:
     """V2: the step's new and resumed requests are about to be added."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         method.requests_added(runner, scheduler_output)
 
 
 def v2_requests_updated(runner: Any, scheduler_output: Any) -> None:
     """V2: the running requests' new blocks are in the block tables."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := method_of(runner)) is not None:
         method.requests_updated(runner, scheduler_output)
 
 
@@ -353,24 +340,21 @@ def v2_append_block_ids(
     block_tables: Any, request_index: int, block_ids: tuple[list[int], ...], overwrite: bool
 ) -> tuple[tuple[list[int], ...], bool]:
     """V2: blocks are about to be written to a row."""
-    method = method_of(block_tables) if _works_sparsely else None
-    if method is None:
-        return block_ids, overwrite
-    return method.append_block_ids(block_tables, request_index, block_ids, overwrite)
+    if _works_sparsely and (method := method_of(block_tables)) is not None:
+        return method.append_block_ids(block_tables, request_index, block_ids, overwrite)
+    return block_ids, overwrite
 
 
 def v2_execute_begin(runner: Any, scheduler_output: Any, input_batch: Any, dummy_run: bool) -> None:
     """V2: the model is about to run, or its graph to be replayed; ignored in warm-up steps."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None and not dummy_run:
+    if _works_sparsely and (method := method_of(runner)) is not None and not dummy_run:
         _check_arrived(method, scheduler_output)
         method.execute_begin(runner, scheduler_output, input_batch)
 
 
 def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> None:
     """V2: the model has run."""
-    method = method_of(runner) if _works_sparsely else None
-    if method is not None and not dummy_run:
+    if _works_sparsely and (method := method_of(runner)) is not None and not dummy_run:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, None)
 
@@ -434,16 +418,14 @@ def _in_forward() -> SparseMethod | None:
 
 def kv_write_begin(layer_name: str, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
     """A layer's new keys and values are about to be written."""
-    method = _in_forward() if _works_sparsely else None
-    if method is None:
-        return slot_mapping
-    return method.kv_write_begin(layer_name, key, value, kv_cache, slot_mapping)
+    if _works_sparsely and (method := _in_forward()) is not None:
+        return method.kv_write_begin(layer_name, key, value, kv_cache, slot_mapping)
+    return slot_mapping
 
 
 def kv_write_finished(layer_name: str, kv_cache: Any, slot_mapping: Any) -> None:
     """A layer's new keys and values have been written."""
-    method = _in_forward() if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := _in_forward()) is not None:
         method.kv_write_finished(layer_name, kv_cache, slot_mapping)
 
 
@@ -466,53 +448,46 @@ def attention_begin(
 
 def attention_finished(layer_name: str, query: Any, kv_cache: Any, attn_metadata: Any, output: Any) -> None:
     """A layer's attention has run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is not None and attn_metadata is not None:
+    if _works_sparsely and (method := _in_forward()) is not None and attn_metadata is not None:
         method.attention_finished(layer_name, query, kv_cache, attn_metadata, output)
 
 
 def mla_begin(layer: Any, phase: str, query: Any, kv_cache: Any, attn_metadata: Any) -> Any:
     """One half of an MLA layer's attention is about to run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is None:
-        return attn_metadata
-    return method.mla_begin(layer, phase, query, kv_cache, attn_metadata)
+    if _works_sparsely and (method := _in_forward()) is not None:
+        return method.mla_begin(layer, phase, query, kv_cache, attn_metadata)
+    return attn_metadata
 
 
 def mla_finished(layer: Any, phase: str, output: Any) -> None:
     """One half of an MLA layer's attention has run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is not None:
+    if _works_sparsely and (method := _in_forward()) is not None:
         method.mla_finished(layer, phase, output)
 
 
 def layer_begin(layer: Any, positions: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
     """A decoder layer is about to run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is None:
-        return hidden_states, residual
-    return method.layer_begin(layer, positions, hidden_states, residual)
+    if _works_sparsely and (method := _in_forward()) is not None:
+        return method.layer_begin(layer, positions, hidden_states, residual)
+    return hidden_states, residual
 
 
 def layer_finished(layer: Any, positions: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
     """A decoder layer has run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is None:
-        return hidden_states, residual
-    return method.layer_finished(layer, positions, hidden_states, residual)
+    if _works_sparsely and (method := _in_forward()) is not None:
+        return method.layer_finished(layer, positions, hidden_states, residual)
+    return hidden_states, residual
 
 
 def ffn_begin(layer: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
     """A decoder layer's feed-forward block is about to run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is None:
-        return hidden_states, residual
-    return method.ffn_begin(layer, hidden_states, residual)
+    if _works_sparsely and (method := _in_forward()) is not None:
+        return method.ffn_begin(layer, hidden_states, residual)
+    return hidden_states, residual
 
 
 def ffn_finished(layer: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
     """A decoder layer's feed-forward block has run."""
-    method = _in_forward() if _works_sparsely else None
-    if method is None:
-        return hidden_states, residual
-    return method.ffn_finished(layer, hidden_states, residual)
+    if _works_sparsely and (method := _in_forward()) is not None:
+        return method.ffn_finished(layer, hidden_states, residual)
+    return hidden_states, residual

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.staging import Stager
     from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey
-    from ucm.store.memory.slab import Row
     from ucm.vllm_types import Request, SchedulerOutput
 
 logger = get_logger(__name__)
@@ -230,7 +229,7 @@ class PrefixCacheScheduler:
         self._loading: dict[str, int] = {}
         self._first = ""  # the request that waits for the loads of others and blocks further loads meanwhile
         self._late: list[BlockMoves] = []
-        self._holds: list[tuple[int, list[Row]]] = []
+        self._holds: list[tuple[int, Lookup]] = []
         self._others = OtherLoads()
         self._hint_refused = False
         self.step = 0  #: the last planned step
@@ -706,7 +705,7 @@ class PrefixCacheScheduler:
     def _end_holds(self, ended: int) -> None:
         """Release staged blocks that were loaded by steps that have ended."""
         while self._holds and self._holds[0][0] <= ended:
-            self.stager.let_go(self._holds.pop(0)[1])
+            self.stager.release(self._holds.pop(0)[1])
 
     def _use(self, state: RequestState, num_tokens: int, num_computed_tokens: int = 0) -> None:
         """Tell the stores that a request uses the blocks of its first tokens, so that these stay.
@@ -749,7 +748,7 @@ class PrefixCacheScheduler:
             self._counters.failed("load", cause)
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
-        moves, held = [], []
+        moves = []
         lookup, state.lookup = state.lookup, None
         for group in self._groups.groups:
             chunks = group.needed(load.start, load.end)
@@ -765,19 +764,16 @@ class PrefixCacheScheduler:
                     adapter=adapter_number(state.request),
                 )
                 if lookup is not None and not self.stager.promises_names:
-                    rows = [lookup.rows[group.index].pop(place) for place in chunks]
+                    rows = [lookup.rows[group.index][place] for place in chunks]
                     found.places, found.shares = self.stager.offsets(rows), self.stager.shares[group.index]
                     found.tiers = [row.tier for row in rows]
-                    held += rows
                     if self.events is not None:
                         parent = self._parent(state.request, group, chunks.start)
                         self.events.loading(state.request, group, chunks.start, keys, parent, found.tiers)
                 moves.append(found)
             state.saved[group.index] = max(state.saved[group.index], load.end // group.chunk_tokens)
-        if held:
-            self._holds.append((self.step, held))
         if lookup is not None:
-            self.stager.release(lookup)
+            self._holds.append((self.step, lookup))
         return moves
 
     def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:

@@ -66,9 +66,9 @@ def test_nothing_is_moved_until_it_is_known_whose_blocks_these_are(made: Side) -
     made.worker.begin.assert_not_called()
     made.side.begin(StepPlan(2, "model-1"))
     made.side.begin(StepPlan(3, "model-1"))
-    assert made.side.worker is made.worker
     assert made.namespaces == ["model-1"]
     assert made.worker.begin.call_count == 2
+    assert made.side.worker is made.worker
 
 
 def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
