@@ -607,7 +607,6 @@ class WorkerSide:
 
     def _create_worker(self, namespace: str) -> TransferWorker:
         config, groups = self._vllm_config, self._groups
-        policy = when_loads_run(self._connector_base, groups, self._settings)
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         batch_by_batch = runs_micro_batches(config) or groups.has_states
         layer_by_layer = self._settings.connector == "layerwise" and not batch_by_batch
@@ -617,9 +616,7 @@ class WorkerSide:
             self.counters,
             places={(memory.group.index, memory.group.place): self._place(memory.group) for memory in self._memories},
             saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
-            between_steps=policy.between_steps,
-            background=policy.background,
-            fails_whole=policy.fails_whole,
+            policy=when_loads_run(self._connector_base, groups, self._settings),
             clock=self._clock,
         )
         worker.settles = zeroes_blocks(self._kv_cache_config)

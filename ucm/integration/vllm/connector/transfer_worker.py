@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ucm.background import call_within, wait_while_it_shrinks
 from ucm.clock import SYSTEM
+from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLostError
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.logger import get_logger
@@ -34,6 +35,8 @@ STILL_SECONDS = 10.0
 CLOSE_SECONDS = 20.0
 #: Layers are loaded in this many portions.
 PORTIONS = 4
+#: Blocks are loaded within the step that needs them.
+WITHIN_STEPS = LoadPolicy(between_steps=False)
 
 
 @dataclass(slots=True)
@@ -70,11 +73,8 @@ class TransferWorker:
         counters: Counts transfers.
         places: For each of these, its index among all ranks' different parts of the group's blocks.
         saves: The groups whose blocks this rank saves; of ranks with the same KV only one saves it.
-        between_steps: Whether requests wait for their loads between steps, so that no step uses their blocks before the
-            loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
-        background: Whether a step may end before such loads do. Loads of staged blocks always end with the step,
-            because their place in the slab is reused afterwards.
-        fails_whole: Whether such a load fails as a whole, see `take_failed_requests`.
+        policy: When loads run. Loads of staged blocks always end with the step, because their place in the slab is
+            reused afterwards.
         clock: Time and threads.
     """
 
@@ -91,9 +91,7 @@ class TransferWorker:
         *,
         places: Mapping[Part, int],
         saves: Container[int],
-        between_steps: bool = False,
-        background: bool = False,
-        fails_whole: bool = False,
+        policy: LoadPolicy = WITHIN_STEPS,
         clock: Clock = SYSTEM,
     ) -> None:
         self._clock = clock
@@ -102,9 +100,7 @@ class TransferWorker:
         self._places = places
         self._saves = saves
         self._counted: set[tuple[str, Part, BlockKey]] = set()
-        self._between_steps = between_steps
-        self._background = background
-        self._fails_whole = fails_whole
+        self._policy = policy
         self._loading: list[LoadUnderWay] = []
         self._under_way: list[SaveUnderWay] = []
         self._failed_blocks: set[int] = set()
@@ -161,7 +157,7 @@ class TransferWorker:
             self.counters.failed("load", "other", len(moves.keys))
             self._note_failure(moves, moves.block_ids)
             self._refused.add(moves.request_id)
-        if refused and not self._between_steps:
+        if refused and not self._policy.between_steps:
             raise PromisedBlockLostError(
                 "the weights were changed in place after blocks of the old ones had been promised",
                 where=f"request {refused[0].request_id}",
@@ -170,7 +166,7 @@ class TransferWorker:
 
     def load(self, plan: StepPlan) -> None:
         """Load a plan's blocks; return when they are loaded or, for requests that wait between steps, at once."""
-        if self._between_steps:
+        if self._policy.between_steps:
             for moves in self._of_parts(plan.loads):
                 self._loading.append(LoadUnderWay(moves, self.start_load(moves, self.all_layers(moves.of))))
             return
@@ -184,7 +180,7 @@ class TransferWorker:
         If there is nothing to compute, wait for the loads. In releases that free an aborted request's blocks while they
         are being loaded, no step may end before its loads. Failed blocks are reported with a request's last load.
         """
-        wait = self._idle or not self._background
+        wait = self._idle or not self._policy.background
         waiting = {
             load.moves.request_id for load in self._loading if not (wait or load.moves.places or load.task.check())
         }
@@ -192,7 +188,7 @@ class TransferWorker:
         self._loading = [load for load in self._loading if load.moves.request_id in waiting]
         for load in ended:
             self.finish_load(load.moves, load.task)
-        refused, self._refused = self._refused if self._between_steps else set(), set()
+        refused, self._refused = self._refused if self._policy.between_steps else set(), set()
         return refused | {load.moves.request_id for load in ended}
 
     def all_layers(self, part: Part) -> range:
@@ -229,7 +225,7 @@ class TransferWorker:
         if not result.failed:
             return
         self._count_failures("load", moves.of, result.failed, self.load_failures)
-        if not self._between_steps:
+        if not self._policy.between_steps:
             first = next(iter(result.failed.values()))
             raise PromisedBlockLostError(
                 f"{len(result.failed)} staged blocks could not be copied, and vLLM cannot recompute their tokens here",
@@ -238,7 +234,7 @@ class TransferWorker:
         self._note_failure(moves, [block for key, blocks in moves.chunks() if key in result.failed for block in blocks])
 
     def _note_failure(self, moves: BlockMoves, block_ids: Collection[int]) -> None:
-        if self._fails_whole:
+        if self._policy.fails_whole:
             self._failed_requests.add(moves.request_id)
         else:
             self._failed_blocks.update(block for block in block_ids if block != NO_BLOCK)

@@ -9,6 +9,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from ucm.clock import SYSTEM, Event
+from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
@@ -170,9 +171,7 @@ class Setup:
             self.counts,
             places={(0, 0): 1},
             saves={0} if saves else set(),
-            between_steps=between_steps,
-            background=background,
-            fails_whole=fails_whole,
+            policy=LoadPolicy(between_steps, background, fails_whole=fails_whole),
             clock=clock,
         )
 
@@ -281,8 +280,7 @@ class Slices(Setup):
             self.counts,
             places={(0, 0): 2, (0, 1): 3},
             saves={0},
-            between_steps=between_steps,
-            background=True,
+            policy=LoadPolicy(between_steps, background=True),
         )
         self.worker.reports_stored = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 from unittest.mock import patch
 
+from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector import kv_cache
 from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
@@ -55,8 +56,7 @@ class Rank:
             ConnectorCounters(),
             places={(part.index, part.place): self._place(part) for part in parts},
             saves={group.index for group in groups.groups},
-            between_steps=setting.between_steps,
-            background=setting.background,
+            policy=LoadPolicy(setting.between_steps, setting.background),
             clock=clock,
         )
         self._between_steps = setting.between_steps
