@@ -346,17 +346,9 @@ def model_identity(
     return ModelIdentity(name=_readable(str(model.model)), facts=facts, unread=unread)
 
 
-def namespace(identity: ModelIdentity, *parts: str) -> str:
-    """Return the namespace of an identity's blocks: lower-case letters, digits and ``._/-``.
-
-    Args:
-        identity: The engine's identity.
-        parts: Further levels, for instance a ``rank_tag``.
-
-    Returns:
-        The model's name and 32 hexadecimal digits of the digest, then the parts, with slashes between.
-    """
-    return "/".join([f"{identity.name}-{identity.digest.hex()[:32]}", *parts])
+def namespace(identity: ModelIdentity) -> str:
+    """Return the namespace of an identity's blocks: the model's name, and 32 hexadecimal digits of the digest."""
+    return f"{identity.name}-{identity.digest.hex()[:32]}"
 
 
 def _model(

@@ -21,6 +21,7 @@ import numpy as np
 
 from tests.e2e.bench.figure import Figure
 from transforms.place import BUILD
+from ucm.hashing.block_keys import BlockKeys
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
@@ -141,8 +142,11 @@ def _behind(store: KVStore, wait: Callable[[], object]) -> KVStore:
     return cast("KVStore", found)
 
 
-class _Named:
+class _Named(BlockKeys):
     """Keys that requests already have."""
+
+    def __init__(self) -> None:
+        """Hash nothing."""
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes]:
         del block_size

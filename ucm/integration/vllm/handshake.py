@@ -83,7 +83,7 @@ def require_same_in_workers(engine_core: Any) -> None:
             fix="run all workers of an engine on one node, with one directory for temporary files (TMPDIR), or serve "
             "without ucm_sparse_config",
         )
-    expected = _expected_answers(config.parallel_config)
+    expected = 1 if _external(config.parallel_config) else int(config.parallel_config.world_size)
     if len(answers) < expected:
         wrong.append(f"{len(answers)} of {expected} workers answered")
     if wrong:
@@ -310,12 +310,8 @@ def _answers(executor: Any, question: Any) -> list[dict[str, Any]]:
         ) from error
 
 
-def _expected_answers(parallel: Any) -> int:
-    """Return the number of workers of this engine; with an external launcher each process has its own engine."""
-    return 1 if _external(parallel) else int(parallel.world_size)
-
-
 def _external(parallel: Any) -> bool:
+    """Return whether each worker's process has its own engine, started by an external launcher."""
     return bool(optional(parallel, "distributed_executor_backend") == "external_launcher")
 
 

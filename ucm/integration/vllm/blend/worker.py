@@ -18,7 +18,7 @@ from ucm.integration.vllm.connector.saving import SaveTask
 from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
 from ucm.rotary import differs, tolerance
-from ucm.store.base import BlockTransfer
+from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
@@ -224,9 +224,10 @@ class BlendWorker:
             return None
         room = torch.empty((chunk.pieces, layers, *caches.piece_shape), dtype=caches.dtype)
         share = shares[self._rank]
+        bytes_of = [[memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece] for piece in room]
+        # The keys only tell the pieces apart.
         transfers = [
-            BlockTransfer(_name(number), [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
-            for number, piece in enumerate(room)
+            BlockTransfer(BlockKey(number.to_bytes(16, "big")), parts) for number, parts in enumerate(bytes_of)
         ]
         task = self._slab.load(transfers, [place + share for place in places], [""] * len(places))
         return None if task.wait().failed else room
@@ -366,8 +367,3 @@ class BlendWorker:
                 continue
             for error in task.wait().failed.values():
                 self._counters.failed("save", error.cause)
-
-
-def _name(number: int) -> Any:
-    """Return a key for a piece, used only for its copy."""
-    return number.to_bytes(16, "big")

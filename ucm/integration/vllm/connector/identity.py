@@ -85,7 +85,7 @@ class WeightReader:
         self._identity = identity
         self._settle = settle
         self._contents = FileContents(process_started() if since is None else since, DigestCache(), clock=clock)
-        self._namespace = ""
+        self.namespace = ""  #: of the engine's blocks; empty until it is known
         self._thread: Thread | None = None
         self._failure: Exception | None = None
         self._is_alone = False  # whether no caller waits for the thread any more
@@ -106,11 +106,6 @@ class WeightReader:
         self._thread.start()
         if not self._is_alone:
             self._wait(self._thread)
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of the engine's blocks; empty until it is known."""
-        return self._namespace
 
     def close(self) -> None:
         """Stop reading; a thread that is stuck in a medium is abandoned."""
@@ -145,7 +140,7 @@ class WeightReader:
                 get_logger(__name__).info(
                     "[UCM.Hasher] the weights were identified after %.2f s: %s", found.seconds, found
                 )
-            self._namespace = where
+            self.namespace = where
 
     def _refuse(self, error: Exception) -> None:
         get_logger(__name__).warning(

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ucm.clock import SYSTEM
 from ucm.compat import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from ucm.clock import Clock
+    from ucm.hashing.block_keys import BlockKeys
     from ucm.integration.vllm.connector.events import StoreEvents
     from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import WeightsReport
@@ -55,34 +56,6 @@ def all_tokens(num_prompt_tokens: int) -> int:
     """Return more tokens than any request has."""
     del num_prompt_tokens
     return sys.maxsize
-
-
-class KeySource(Protocol):
-    """Computes the keys of requests' blocks."""
-
-    def is_ready(self, request: Request) -> bool:
-        """Return whether `of` answers without waiting; if not, prepare the answer in the background."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait until an answer has been prepared, or return at once if none is being prepared."""
-
-    def of(self, request: Request, block_size: int, first: int = 0) -> list[bytes] | None:
-        """Return the keys of a request's full blocks from ``first`` on; None if it must not be cached."""
-
-    def may_change(self, request: Request) -> bool:
-        """Return whether the engine reads inputs that shape the request's KV after its keys are made, at its start."""
-
-    def is_same(self, request: Request) -> bool:
-        """Return whether the inputs that the engine has read are those that the keys were made of."""
-
-    def is_invalidated(self, request: Request) -> bool:
-        """Return whether vLLM may have found other inputs under the request's names since, such as a new adapter."""
-
-    def note(self, request: Request) -> None:
-        """Note the names of the inputs of a request that is not cached."""
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +181,7 @@ class PrefixCacheScheduler:
     def __init__(
         self,
         groups: CacheGroups,
-        key_source: KeySource,
+        block_keys: BlockKeys,
         stager: Stager,
         counters: ConnectorCounters,
         options: PlanningOptions,
@@ -219,7 +192,7 @@ class PrefixCacheScheduler:
         self._groups, self._alignment, self._has_states = groups, groups.alignment, groups.has_states
         #: By vLLM's numbers.
         self._stored = {group.index: group for group in groups.groups}
-        self._key_source = key_source
+        self._block_keys = block_keys
         self.stager = stager
         self._counters = counters
         self._options = options
@@ -252,7 +225,7 @@ class PrefixCacheScheduler:
         """
         state = self._requests.get(request.request_id)
         if state is None:
-            if self._options.asks_again and not self._key_source.is_ready(request):
+            if self._options.asks_again and not self._block_keys.is_ready(request):
                 return None
             state = self._state(request)
         elif (
@@ -410,7 +383,7 @@ class PrefixCacheScheduler:
         if plan.idle and not plan.loads:
             pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
             if not pending:
-                self._key_source.wait(IDLE_SECONDS)
+                self._block_keys.wait(IDLE_SECONDS)
             elif not any(lookup.finished for lookup in pending):
                 self.stager.wait(pending, IDLE_SECONDS)
         return plan
@@ -420,7 +393,7 @@ class PrefixCacheScheduler:
         for request_id in scheduler_output.num_scheduled_tokens:
             state = self._requests.get(request_id)
             if state is not None and is_streaming(state.request):
-                self._key_source.note(state.request)
+                self._block_keys.note(state.request)
 
     def _take_blocks(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""
@@ -445,7 +418,7 @@ class PrefixCacheScheduler:
                 }
                 self._loading.pop(request_id, None)
                 # The engine may read an adapter's files in this step, even if it had read them before.
-                state.confirmed, state.begun = not self._key_source.may_change(state.request), self.step
+                state.confirmed, state.begun = not self._block_keys.may_change(state.request), self.step
         for request_id, new_ids in grown_requests(scheduler_output):
             state = self._requests.get(request_id)
             for number, group_ids in enumerate(new_ids):
@@ -461,11 +434,11 @@ class PrefixCacheScheduler:
         found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
         for state, computed in found:
             if computed > state.known:
-                self._others.add(self._key_source.of(state.request, size) or [], state.known // size)
+                self._others.add(self._block_keys.of(state.request, size) or [], state.known // size)
                 self.exclude(state.request)
         for state, _ in found:
             if not state.excluded:
-                keys = self._key_source.of(state.request, size) or []
+                keys = self._block_keys.of(state.request, size) or []
                 if self._others.may_be_in(keys[: -(-state.computed // size)]):
                     self.exclude(state.request)
 
@@ -500,7 +473,7 @@ class PrefixCacheScheduler:
                 state.loaded,
                 state.to_save,
             )
-        self._key_source.forget(request.request_id)
+        self._block_keys.forget(request.request_id)
         return saved
 
     def doubt(self, *, waits: bool) -> None:
@@ -556,12 +529,12 @@ class PrefixCacheScheduler:
         ran = ended or state.begun <= self.step - self._options.batches
         if not ran or not state.begun:
             return False
-        state.confirmed = self._key_source.is_same(state.request)
+        state.confirmed = self._block_keys.is_same(state.request)
         state.excluded = not state.confirmed
         return state.confirmed
 
     def _is_excluded(self, state: RequestState) -> bool:
-        if not state.excluded and self._key_source.is_invalidated(state.request):
+        if not state.excluded and self._block_keys.is_invalidated(state.request):
             self._let_go(state)
             state.excluded = True
         return state.excluded
@@ -577,12 +550,12 @@ class PrefixCacheScheduler:
         state = RequestState(request, [[] for _ in range(count)], [0] * count, awaited=saved_tokens(request))
         if is_streaming(request):
             # A streaming session replaces computed tokens, so its blocks have no lasting keys. But vLLM caches what it
-            # computes under the names of its inputs, which the key source notes.
-            self._key_source.note(request)
+            # computes under the names of its inputs, which are noted.
+            self._block_keys.note(request)
             state.excluded = True
             return state
         begun = self._clock.monotonic()
-        keys = self._key_source.of(request, self._alignment)
+        keys = self._block_keys.of(request, self._alignment)
         if keys is None:
             state.excluded = True
         else:
@@ -666,7 +639,7 @@ class PrefixCacheScheduler:
 
     def _keys(self, request: Request, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
         """Return the known keys of a group's chunks from ``first`` up to, but not including, ``last``."""
-        keys = self._key_source.of(request, group.chunk_tokens, first) or []
+        keys = self._block_keys.of(request, group.chunk_tokens, first) or []
         return cast("list[BlockKey]", keys[: last - first])
 
     def _parent(self, request: Request, group: CacheGroup, first: int) -> BlockKey | None:

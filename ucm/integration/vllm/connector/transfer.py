@@ -233,11 +233,11 @@ class StagedTransfer(GroupTransfer):
 
     def confirm(self, task: SaveTask) -> None:
         """Write a save's chunks after its copies, whatever happened to the device since then."""
-        self._gatherer.submit(_nothing, lambda _: task.confirm())
+        self._gatherer.submit(lambda _: None, lambda _: task.confirm())
 
     def drop(self, task: SaveTask) -> None:
         """Write nothing of a save, and reclaim its rows after its copies."""
-        self._gatherer.submit(_nothing, lambda _: task.drop())
+        self._gatherer.submit(lambda _: None, lambda _: task.drop())
 
     def close(self) -> None:
         """Finish queued transfers and close the store."""
@@ -331,7 +331,3 @@ class _Lane:
                 self.stream.synchronize()  # started copies must not outlive the task
             failure = error
         ended(failure)
-
-
-def _nothing(event: Any) -> None:
-    """Do nothing on the device."""

@@ -49,11 +49,6 @@ class SaveUnderWay:
     block_ids: frozenset[int]
     request_id: str
 
-    @property
-    def group(self) -> int:
-        """The KV-cache group's index."""
-        return self.of[0]
-
 
 @dataclass(slots=True)
 class LoadUnderWay:
@@ -107,7 +102,7 @@ class TransferWorker:
         self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
         self._step, self._idle = 0, False
-        self._unconfirmed = Unconfirmed(self._confirm, self._drop)
+        self._unconfirmed = Unconfirmed[SaveUnderWay](lambda save: save.transfer.confirm(save.task), self._drop)
         self.reports_stored = False  #: whether blocks that have become visible are collected for ``take_stored``
         self._stored: OrderedDict[tuple[int, BlockKey], dict[int, str]] = OrderedDict()
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
@@ -326,18 +321,6 @@ class TransferWorker:
         self._under_way.append(save)
         return save
 
-    def end_save(self, save: SaveUnderWay, step: int) -> None:
-        """Write copied blocks once it is confirmed that no rank's weights had changed when they were computed.
-
-        Args:
-            save: The save.
-            step: The last step that computed some of their KV.
-        """
-        self._unconfirmed.add(save, step)
-
-    def _confirm(self, save: SaveUnderWay) -> None:
-        save.transfer.confirm(save.task)
-
     def _drop(self, save: SaveUnderWay) -> None:
         self.counters.failed("save", "other", len(save.task.rows))  # chunks without a row have failed already
         save.transfer.drop(save.task)
@@ -345,7 +328,7 @@ class TransferWorker:
     def _save(self, moves: BlockMoves) -> None:
         save = self.begin_save(moves)
         save.transfer.copy(save.task, moves.block_ids, self.all_layers(moves.of))
-        self.end_save(save, moves.step)
+        self._unconfirmed.add(save, moves.step)
 
     def _finish_loads(self, block_ids: set[int]) -> None:
         """Wait for loads into blocks that were given to another request after the first was aborted."""
@@ -365,7 +348,7 @@ class TransferWorker:
             result = save.task.wait()
             if self.reports_stored:
                 for key, tier in result.done.items():
-                    self._stored.setdefault((save.group, key), {})[self._places[save.of]] = tier
+                    self._stored.setdefault((save.of[0], key), {})[self._places[save.of]] = tier
                 while len(self._stored) > MOST_STORED:
                     self._stored.popitem(last=False)
             if result.done:
@@ -377,7 +360,7 @@ class TransferWorker:
 
 def _log_done(text: str, what: BlockMoves | SaveUnderWay, result: TaskResult) -> None:
     """Log how long a transfer of a request's blocks took, from its start to the last byte."""
-    logger.debug(text, what.request_id, len(result.done), what.group, result.seconds * 1000)
+    logger.debug(text, what.request_id, len(result.done), what.of[0], result.seconds * 1000)
 
 
 T = TypeVar("T")
@@ -492,7 +475,7 @@ class LayerWiseWorker(TransferWorker):
             for index in self.all_layers(part):
                 self._copy_layer(plan, part, index)
             for moves, save in self._saves_begun.pop(part):
-                self.end_save(save, moves.step)
+                self._unconfirmed.add(save, moves.step)
         self._settle()
 
     def _copy_layer(self, plan: StepPlan, part: Part, index: int) -> None:

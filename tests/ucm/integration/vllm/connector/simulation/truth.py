@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from ucm.hashing.block_keys import BlockKeys
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -113,11 +115,11 @@ class Truth:
         return self._following[tuple(tokens)]
 
 
-class Keys:
+class Keys(BlockKeys):
     """Makes block keys, and records the tokens of each."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
+        self._made: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
         #: The tokens up to the end of the block, by key.
         self.tokens: dict[bytes, tuple[int, ...]] = {}
 
@@ -131,10 +133,10 @@ class Keys:
         parent = block_size.to_bytes(16, "little")
         for end in range(block_size, len(tokens) + 1, block_size):
             block = tuple(tokens[end - block_size : end])
-            key = self._known.get((parent, block))
+            key = self._made.get((parent, block))
             if key is None:
                 key = hashlib.blake2b(parent + bytes(block), digest_size=16).digest()
-                self._known[parent, block] = key
+                self._made[parent, block] = key
                 self.tokens[key] = tuple(tokens[:end])
             keys.append(key)
             parent = key
