@@ -163,11 +163,11 @@ class BlockKeys:
         if lora_request is not None and self._reader.adapters.is_invalidated(lora_request):
             return True
         known = self._known.get(request.request_id)
-        if known is not None and known.request() is request and known.checked != self._ambiguities:
+        if known is not None and known.request() is request and known.checked != self._reader.changes:
             names = [*known.names, *self._reader.first_block(request)]
             if any(naming.ledger.is_ambiguous(naming.name) for naming in names):
                 return True
-            known.checked = self._ambiguities
+            known.checked = self._reader.changes
         return False
 
     def note(self, request: Any) -> None:
@@ -262,17 +262,13 @@ class BlockKeys:
             content = self._reader.read(request, digests, names)
         except NotCacheableError as error:
             self._refuse(str(error))
-        known = _Known(weakref.ref(request), content, names, checked=self._ambiguities)
+        known = _Known(weakref.ref(request), content, names, checked=self._reader.changes)
         if not is_streaming(request):  # the tokens and inputs of a streaming session are replaced
             self._known[request.request_id] = known
             has_names = self._finds_prefixes and optional(request, "block_hashes") is not None  # not up to 0.10.0
             if content is None and has_names and not self._reader.first_block(request):
                 self._unnamed[request.request_id] = known
         return known
-
-    @property
-    def _ambiguities(self) -> int:
-        return self._reader.changes
 
     def _hashed(self, request: Any, known: _Known, block_size: int, first: int) -> list[bytes] | None:
         tokens = token_ids(request)
