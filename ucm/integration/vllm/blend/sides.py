@@ -307,6 +307,12 @@ class BlendWorkerSide(WorkerSide):
         super().register(kv_caches)
         self._find_layers(kv_caches)
 
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step; the slab's address comes with the first ones, maybe before the namespace is known."""
+        super().begin(plan)
+        if self._blending is not None and plan.blend is not None and plan.blend.slab is not None:
+            self._blending.attach(plan.blend.slab)
+
     def load(self, plan: StepPlan, forward_context: Any, **given: Any) -> None:
         """Load a step's blocks, and blend, within the step's forward context."""
         super().load(plan, forward_context, **given)
@@ -318,7 +324,7 @@ class BlendWorkerSide(WorkerSide):
             store = opening_store(config, f"{where}/{self._tag(self._groups.groups[0])}", geometry, clock=self._clock)
             self._saver = Saver(store, geometry.nbytes, config.save_queue_bytes, clock=self._clock)
         attn_metadata = given.get("attn_metadata")
-        self._blending.begin(plan, plan.blend, self._saver)
+        self._blending.begin(plan, self._saver)
         self._blending.blend(
             plan.blend,
             forward_context.attn_metadata if attn_metadata is None else attn_metadata,

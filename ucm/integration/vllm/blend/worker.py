@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.integration.vllm.connector.saving import Saver
     from ucm.integration.vllm.metrics import ConnectorCounters
+    from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
 MOST_GATE_FAILURES = 3
@@ -104,18 +105,15 @@ class BlendWorker:
         """Whether the model failed the gate too often."""
         return self._failures >= MOST_GATE_FAILURES
 
-    def begin(self, step: StepPlan, plan: BlendPlan, saver: Saver | None) -> None:
-        """Begin a step.
+    def attach(self, address: SlabAddress) -> None:
+        """Open the slab of staged chunks."""
+        if not self._slab.attached:
+            self._slab.attach(address, self._rank, {})
 
-        Args:
-            step: The step's plan for exact prefixes, which says which saves are confirmed.
-            plan: The step's plan for blending.
-            saver: Saves chunks, a piece in each row; None until their store is known.
-        """
+    def begin(self, step: StepPlan, saver: Saver) -> None:
+        """Begin a step, whose plan says which saves are confirmed; ``saver`` saves chunks, a piece in each row."""
         self._saver, self._step = saver, step.step
         self._unconfirmed.begin(step)
-        if plan.slab is not None and not self._slab.attached:
-            self._slab.attach(plan.slab, self._rank, {})
 
     def blend(self, plan: BlendPlan, attn_metadata: Any, *, usable: bool = True) -> None:
         """Fill all stretches of a step.

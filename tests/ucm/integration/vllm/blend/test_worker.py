@@ -144,11 +144,11 @@ def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(
     saver = Saver(store, PIECE_BYTES, 1 << 20, clock=clock)
     for step in (1, 2):
         plan = BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])] if step == 1 else [])
-        worker.begin(StepPlan(step, confirmed=0), plan, saver)
+        worker.begin(StepPlan(step, confirmed=0), saver)
         worker.save(plan)
     assert store.save.call_count == 0
-    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), saver)
-    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), BlendPlan(), saver)
+    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), saver)
+    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), saver)
     assert [[block.key for block in call.args[0]] for call in store.save.call_args_list] == [keys] * saves
 
 
@@ -159,7 +159,7 @@ def test_a_store_that_raises_ends_no_engine(clock: SimulatedClock, call: str) ->
     (store.save if call == "save" else getattr(task, call)).side_effect = OSError("broken")
     counted = Counted()
     worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
-    worker.begin(StepPlan(1), BlendPlan(), Saver(store, PIECE_BYTES, 1 << 20, clock=clock))
+    worker.begin(StepPlan(1), Saver(store, PIECE_BYTES, 1 << 20, clock=clock))
     worker.save(BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])]))
     assert store.save.call_count == 1
     worker.save(BlendPlan())
@@ -172,7 +172,7 @@ def test_a_chunk_for_which_there_is_no_room_is_not_saved_in_part(clock: Simulate
     counted = Counted()
     worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
     saver = Saver(store, PIECE_BYTES, PIECE_BYTES, clock=clock)
-    worker.begin(StepPlan(1), BlendPlan(), saver)
+    worker.begin(StepPlan(1), saver)
     worker.save(BlendPlan(saves=[ChunkSave(keys, 65, [0])]))
     assert not store.save.called
     assert (saver.waiting_bytes, counted.failures) == (0, ["save.full"])

@@ -15,6 +15,9 @@ from tests.ucm.store.frozen import FrozenDirectory
 from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
+from ucm.integration.vllm.blend.scheduler import BlendPlan
+from ucm.integration.vllm.blend.sides import BlendWorkerSide
+from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector import kv_cache, sides
 from ucm.integration.vllm.connector.identity import LiveAdapters, LiveWeights
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, HostMemory
@@ -26,6 +29,7 @@ from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockKey
+from ucm.store.memory.slab import SlabAddress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,6 +73,17 @@ def test_nothing_is_moved_until_it_is_known_whose_blocks_these_are(made: Side) -
     assert made.namespaces == ["model-1"]
     assert made.worker.begin.call_count == 2
     assert made.side.worker is made.worker
+
+
+def test_the_slab_of_chunks_is_opened_before_it_is_known_whose_they_are(tmp_path: Path) -> None:
+    """Its address comes with that of the other one, which is not sent any more once the namespace is known."""
+    extra = {"store": {"directories": str(tmp_path / "store")}, "metrics": False}
+    engine = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    side: Any = BlendWorkerSide(engine, None, load_connector_config(extra), object)
+    side._blending = create_autospec(BlendWorker, instance=True)
+    address = SlabAddress("boot", 1, 2, 3, b"token")
+    side.begin(StepPlan(1, blend=BlendPlan(slab=address)))
+    side._blending.attach.assert_called_once_with(address)
 
 
 def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
