@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 #: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that works with the same torch.
 RELEASES = ("0.32.0", "0.27.1")
-#: Many unit tests wait for servers and other processes, so there are three test processes for two cores.
+#: Many unit tests wait for servers and other processes, so there are three test processes for two cores. Each begins
+#: with a third of the tests in a row, so that what some tests share is made by one of them: servers, syntax trees.
 UNIT_PROCESSES = str(max(2, 3 * (os.cpu_count() or 2) // 2))
 #: Engines are single-threaded and often wait, so three run at a time on two cores. Tests of one file run in one process
 #: and share fixtures.
@@ -174,8 +175,8 @@ def parts_of_tests() -> list[Part]:
     core = (*PYTEST, *THREE_AT_A_TIME, "-m", "core", "tests/e2e")
     return [
         _installation(newest),
-        Part("unit tests", (*PYTEST, "-n", UNIT_PROCESSES, "-m", "not e2e")),
-        Part("locks", (sys.executable, "-m", "transforms", "regenerate")),
+        Part("unit tests", (*PYTEST, "-n", UNIT_PROCESSES, "--dist", "worksteal", "-m", "not e2e")),
+        Part("locks", (sys.executable, "-m", "transforms", "regenerate"), beside=True),
         _engines(newest, core),
     ]
 
