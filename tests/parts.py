@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that works with the same torch.
 RELEASES = ("0.32.0", "0.27.1")
 #: Many unit tests wait for servers and other processes, so there are three test processes for two cores. Each begins
-#: with a third of the tests in a row, so that what some tests share is made by one of them: servers, syntax trees.
+#: with a third of the tests and takes some from the others at its end, so that all end at the same time.
 UNIT_PROCESSES = str(max(2, 3 * (os.cpu_count() or 2) // 2))
 #: Engines are single-threaded and often wait, so three run at a time on two cores. Tests of one file run in one process
 #: and share fixtures.
