@@ -256,7 +256,7 @@ def test_a_block_that_failed_is_found_by_nobody(slab: Slab) -> None:
 @pytest.fixture
 def keeping(clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slab]:
     """A slab of eight rows that keeps the memory of three."""
-    monkeypatch.setattr(slabs, "_KEPT_SHARE", 1)
+    monkeypatch.setattr(slabs, "_TOUCHED_SHARE", 1)
     made = Slab(8 * PAGE, 1, 3 * PAGE, clock=clock)
     made.lay_out(PAGE)
     yield made
@@ -338,9 +338,18 @@ def test_what_rests_in_a_stuck_thread_is_not_given_back_either(keeping: Slab, cl
     assert late.number not in {row.number for row in fill(keeping, 5, 6, 7)}
 
 
-def test_no_more_is_kept_than_an_eighth_of_the_limit(clock: SimulatedClock) -> None:
+def test_an_eighth_of_the_limit_is_touched_at_most_and_less_is_kept(
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slabs, "_KEPT_BYTES", 2 * PAGE)
     made = Slab(64 * PAGE, 1, 64 * PAGE, clock=clock)
     made.lay_out(PAGE)
+    assert touched(made) == 8
+    for rows in (8, 2, 2):
+        clock.advance(slabs.KEEP_SECONDS)
+        made.trim()
+        assert touched(made) == rows
+    assert len({row.number for row in fill(made, *range(8))}) == 8
     assert touched(made) == 8
     made.close()
 

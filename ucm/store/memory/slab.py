@@ -50,8 +50,8 @@ _RECORD = struct.Struct("<QQ")
 _REPORT_AT = RECORD_BYTES - PAGE
 #: The default limit: host memory divided by ``_SHARE``, at most ``_MOST_BYTES``.
 _SHARE, _MOST_BYTES = 8, 16 << 30
-#: Of the limit, the largest part whose memory is kept while no block needs it.
-_KEPT_SHARE = 8
+#: Of the limit, the largest part that is touched at the start; and the bytes that are kept while no block needs them.
+_TOUCHED_SHARE, _KEPT_BYTES = 8, 48 << 20
 #: Memory beyond that was not needed for this many seconds, at most twice as many, before it is given back.
 KEEP_SECONDS = 60.0
 #: Seconds after which a block is read again when it is wanted, so that the tiers see that it is in use.
@@ -163,15 +163,15 @@ class Slab:
     """The owner's side of a slab. All methods may be called from any thread.
 
     The first use of a page costs more than reading its content from a file, and takes a processor from the model. So a
-    part of the memory is touched at the start and kept, and a row that has memory is used before one that has none:
-    first those that are free, the last one freed first, then that of the block that was unused for longest. Only when
-    all are in use does the slab grow; what it needed no more for a while is given back.
+    part of the memory is touched at the start, and a row that has memory is used before one that has none: first those
+    that are free, the last one freed first, then that of the block that was unused for longest. Only when all are in
+    use does the slab grow; but for a small part, what it did not need for a while is given back.
 
     Args:
         nbytes: Bytes that may be staged.
         ranks: The number of workers that write a record.
-        longest: The bytes of the longest request; so much memory is touched now and kept, but no more than an eighth
-            of the limit.
+        longest: The bytes of the longest request; so much memory is touched now, but no more than an eighth of the
+            limit.
         clock: What time passes by.
     """
 
@@ -189,8 +189,8 @@ class Slab:
         self._memory[: len(token)] = token
         self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token)
         _of_this_process[token] = self
-        self._kept_bytes = min(longest, nbytes // _KEPT_SHARE)
-        self._advise(_MADV_POPULATE_WRITE, 0, self._kept_bytes)
+        self._touched_bytes = min(longest, nbytes // _TOUCHED_SHARE)
+        self._advise(_MADV_POPULATE_WRITE, 0, self._touched_bytes)
         self._row_bytes = 0
         self._rows = 0
         self._kept = 0  # rows whose memory is kept
@@ -225,8 +225,9 @@ class Slab:
         """Set the size of a row in bytes, and return how many there is room for; called once."""
         self._row_bytes = -(-row_bytes // PAGE) * PAGE
         self._rows = (self._nbytes - self._begin) // self._row_bytes
-        self._kept = self._fresh = self._kept_bytes // self._row_bytes
-        self._free.extend(range(self._kept))
+        self._kept = min(self._touched_bytes, _KEPT_BYTES) // self._row_bytes
+        self._fresh = self._most = self._touched_bytes // self._row_bytes
+        self._free.extend(range(self._fresh))
         return self._rows
 
     def offset(self, row: Row) -> int:
