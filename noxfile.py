@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import nox
 
 nox.needs_version = ">=2025.2"
@@ -19,6 +21,14 @@ def install(session: nox.Session, group: str) -> None:
     """
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     session.install("--quiet", "--no-compile", *nox.project.dependency_groups(GROUPS, group))
+
+
+def prepare(session: nox.Session) -> None:
+    """Install what the tests need of the system and, at the same time, of the package index."""
+    with ThreadPoolExecutor(1) as beside:
+        system = beside.submit(session.run, "python", "-m", "tests.system")
+        install(session, "test")
+        system.result()
 
 
 @nox.session(name="build-overlay")
@@ -106,8 +116,7 @@ def tests(session: nox.Session) -> None:
     As root with apt, it installs what the tests need of the system first; UCM_SYSTEM_PACKAGES=no forbids that. Tests of
     what is not there are skipped. With arguments, run only pytest, with these arguments: `-- tests/ucm -k finder`.
     """
-    session.run("python", "-m", "tests.system")
-    install(session, "test")
+    prepare(session)
     if session.posargs:
         session.run("pytest", *session.posargs)
     else:
@@ -123,8 +132,7 @@ def e2e(session: nox.Session) -> None:
     tokens with each connector and method, and `ucm doctor --run`. After N minutes no further test begins; the last
     line counts those that were not run.
     """
-    session.run("python", "-m", "tests.system")
-    install(session, "test")
+    prepare(session)
     session.run("python", "-m", "tests.parts", "e2e", *session.posargs)
 
 

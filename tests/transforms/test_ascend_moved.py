@@ -30,9 +30,9 @@ import pytest
 from tests.examples import EXAMPLES, registry_of
 from tests.moved import PAGE, RELEASES, moved, rebound, rows
 from transforms.ascend.registry import VLLM_ASCEND
+from transforms.pipeline.build import make_overlay
 from transforms.pipeline.product import compose
 from transforms.pipeline.rebindings import pair
-from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.open import open_sources
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def patch_code(release: str, path: str) -> CodeType:
 @functools.cache
 def rewritten(release: str) -> dict[str, str]:
     """Return the modules of the example's overlay."""
-    overlay = rewrite(open_sources(pair(release)), EXAMPLE)
-    assert not overlay.failures
-    return {module.path: module.rewritten.decode() for module in overlay.modules}
+    return {module.path: module.rewritten.decode() for module in make_overlay(pair(release), product=EXAMPLE).modules}
 
 
 class Base:

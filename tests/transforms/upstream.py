@@ -62,9 +62,9 @@ def parsed(transform: Transform, release: str) -> tuple[str, cst.Module] | None:
 
 
 def forms() -> list[tuple[str, Transform]]:
-    """Return each transform once for every set of variants that its rules have in a lock, with the newest such release.
+    """Return transforms with releases that together have every variant of every rule in a lock: few, and new ones.
 
-    The releases of one set differ in the code around the anchors, which LibCST leaves as it is.
+    The releases of one set of variants differ in the code around the anchors, which LibCST leaves as it is.
     """
     newest: dict[tuple[tuple[str, str], ...], tuple[str, Transform]] = {}
     for product in products():
@@ -73,6 +73,10 @@ def forms() -> list[tuple[str, Transform]]:
             inserted = {r["id"]: r.get("variant", "") for m in (lock or {"modules": []})["modules"] for r in m["rules"]}
             for transform in product.transforms:
                 form = tuple((rule.id, inserted[rule.id]) for rule in transform.rules if rule.id in inserted)
-                if form:
-                    newest[form] = release, transform
-    return list(newest.values())
+                newest[form] = release, transform
+    chosen, left = [], {variant for form in newest for variant in form}
+    while left:
+        form = max(newest, key=lambda one: len(left.intersection(one)))
+        chosen.append(newest[form])
+        left.difference_update(form)
+    return chosen

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.overlay.miniature import write_miniature
+from transforms.pipeline.build import make_overlay
 from transforms.pipeline.lock import accept
 from transforms.pipeline.product import UCM
+from transforms.pipeline.review.model import make_review
 from transforms.pipeline.rewrite import Overlay, rewrite
 from transforms.pipeline.sources.local import open_directory
 from transforms.place import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transforms.pipeline.review.model import Review
 
 #: The parts of this repository that the build of an overlay needs.
 PARTS = ("transforms", "ucm", "pyproject.toml", "LICENSE", "NOTICE")
@@ -32,6 +36,12 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def overlay(miniature: Path) -> Overlay:
     """The overlay of the miniature vLLM."""
     return rewrite(open_directory(miniature, None))
+
+
+@pytest.fixture(scope="session")
+def review() -> Review:
+    """The review of a published release."""
+    return make_review(make_overlay("0.16.0"))
 
 
 @pytest.fixture

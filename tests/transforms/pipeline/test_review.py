@@ -21,7 +21,6 @@ from tests.transforms.pipeline.memory import (
     small_overlay,
 )
 from transforms.pipeline import cli
-from transforms.pipeline.build import make_overlay
 from transforms.pipeline.changes import Change
 from transforms.pipeline.diff import module_diff
 from transforms.pipeline.hunks import inserted, owners, parse_diff
@@ -146,8 +145,7 @@ def test_page_of_a_small_overlay(overlays: Path, tmp_path: Path) -> None:
     assert addresses <= {transform.governance.upstream.link for transform in TRANSFORMS}
 
 
-def test_a_real_release(tmp_path: Path) -> None:
-    review = make_review(make_overlay("0.16.0"))
+def test_a_real_release(review: Review, tmp_path: Path) -> None:
     assert review.verdict is Verdict.SAME
     assert review.changes.since == REVIEWED[REVIEWED.index("0.16.0") - 1]
     assert review.changes.rules["attention.begin"].change is Change.MOVED

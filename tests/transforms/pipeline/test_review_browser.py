@@ -10,10 +10,8 @@ import pytest
 
 from tests.browser import CONTRAST, NARROW, VIEWS, WIDE, started_browser
 from tests.transforms.pipeline.memory import SMALL, DictTree
-from transforms.pipeline.build import make_overlay
 from transforms.pipeline.drift.model import measure_tree
 from transforms.pipeline.drift.page import write_drift
-from transforms.pipeline.review.model import make_review
 from transforms.pipeline.review.page import write_review
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
     from tests.browser import Scheme
+    from transforms.pipeline.review.model import Review
 
 #: Elements whose text must have enough contrast.
 REVIEW_TEXT = (
@@ -40,8 +39,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def review_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_review(make_review(make_overlay("0.16.0")), tmp_path_factory.mktemp("review"))
+def review_file(review: Review, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_review(review, tmp_path_factory.mktemp("review"))
 
 
 @pytest.fixture(scope="module")

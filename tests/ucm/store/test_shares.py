@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.ucm.store.evicting import evict_unpinned
@@ -25,6 +25,7 @@ from ucm.store.posix import scan as posix_scan
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.scan import evict, scan
+from ucm.store.posix.space import pins_beyond
 from ucm.store.shares import OTHERS, Shares, Turns
 from ucm.testing.blocks import in_order
 
@@ -332,6 +333,48 @@ def test_pins_are_divided_among_salts(
     evict(layout.root, found, 1e12, lambda _: None, LeaseRules.of(config), 40 * 100, shares=shares, clock=clock)
     assert left(layout) == {name(salt): count for salt, count in expected.items()}
     assert all(Path(layout.block(one)).exists() for one in keys_of("small", expected["small"], 12 - expected["small"]))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(1, 999)), max_size=20),
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.5, 3.0])),
+    st.integers(1, 60),
+    st.lists(st.integers(1, 9), max_size=6),
+    st.integers(1, 999),
+)
+@example([("b", 6, 5), ("b", 1, 1), ("a", 6, 3)], {}, 13, [5], 9)
+@example([("b", 1, 1)], {}, 1, [1], 2)
+def test_a_pin_that_is_accepted_is_kept_and_one_that_is_refused_would_not_be(
+    tmp_path_factory: pytest.TempPathFactory,
+    clock: SimulatedClock,
+    pins: list[tuple[str, int, int]],
+    weights: dict[str, float],
+    most: int,
+    new: list[int],
+    until: int,
+) -> None:
+    """Also where blocks have several sizes, as those of several models."""
+    root, now = tmp_path_factory.mktemp("pins"), clock.time()
+    weighed = {name(salt): one for salt, one in weights.items()}
+    config = StoreConfig(directories=(str(root),), posix_capacity_bytes=2 * most, share_weights=weighed)
+    every = [*pins, *(("a", nbytes, until) for nbytes in new)]
+    keys = [of_salt(salt, number) for number, (salt, *_) in enumerate(every)]
+    layout, added = make_files(config, dict.fromkeys(keys, now)), keys[len(pins) :]
+    ends = [pinned_until(int((now + 60 * end) * 1e9)) for *_, end in every]
+    for key, (_, nbytes, _), end in zip(keys, every, ends, strict=True):
+        Path(layout.block(key)).write_bytes(bytes(nbytes))
+        if key not in added:
+            os.utime(layout.block(key), ns=(end, end))
+    refused = pins_beyond(config, {NAMESPACE: added}, pinned_until(int((now + 60 * until) * 1e9)) / 1e9, clock=clock)
+    for key in added:
+        os.utime(layout.block(key), ns=(ends[-1], ends[-1]))
+    rules, shares = LeaseRules.of(config), Shares.of(config)
+    evict(layout.root, scan(layout.root), 1e12, lambda _: None, rules, most, shares=shares, clock=clock)
+    account = shares.account_of(of_salt("a", 0))
+    mine = [key for key in keys if shares.account_of(key) == account]
+    kept = all(Path(layout.block(key)).exists() for key in mine)
+    assert (refused is None) == (kept or not added)
 
 
 def test_pins_that_a_sample_misses_stay(config: StoreConfig, clock: SimulatedClock) -> None:

@@ -62,20 +62,20 @@ def lease(prompt: Prompt, seconds: float, *, pin: bool) -> dict[str, Any]:
             where="the time",
             fix="shorten it, or raise store: lease_seconds for all engines",
         )
-    if pin:
-        _check_room(prompt)
     until = SYSTEM.time() + seconds
+    if pin:
+        _check_room(prompt, until)
     return {"until": iso(until), **_by_tier(prompt, until, "leased", pin=pin)}
 
 
-def _check_room(prompt: Prompt) -> None:
+def _check_room(prompt: Prompt, until: float) -> None:
     """Refuse pins that an evictor would not keep.
 
     Raises:
         UcmError: The prompt's salt may not pin so much.
     """
     blocks = {namespace: keys for stored, keys in prompt.groups() for namespace in stored.ranks}
-    beyond = pins_beyond(prompt.config, blocks) if "Posix" in prompt.config.parts else None
+    beyond = pins_beyond(prompt.config, blocks, until) if "Posix" in prompt.config.parts else None
     if beyond is not None:
         whose = beyond.salt if beyond.account == beyond.salt else f"{beyond.salt}, with all salts without a weight,"
         most, held, added = map(format_size, (beyond.most, beyond.held, beyond.added))

@@ -146,6 +146,7 @@ def application(store: Store, token: str = "") -> FastAPI:
     """
     try:
         from fastapi import Depends, FastAPI, Request, Response  # noqa: PLC0415 - vLLM brings it
+        from fastapi.exceptions import RequestValidationError  # noqa: PLC0415 - likewise
         from fastapi.responses import JSONResponse  # noqa: PLC0415 - likewise
         from fastapi.security import HTTPBearer  # noqa: PLC0415 - likewise
     except ImportError as error:
@@ -164,6 +165,12 @@ def application(store: Store, token: str = "") -> FastAPI:
             wrong = {"detail": "the bearer token is wrong or missing"}
             return JSONResponse(wrong, 401, {"WWW-Authenticate": "Bearer"})
         return await answer(request)
+
+    @app.exception_handler(RequestValidationError)
+    def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        # Not what was given, which may be a salt, and ends in the client's log.
+        wrong = [{name: one[name] for name in ("type", "loc", "msg")} for one in error.errors()]
+        return JSONResponse({"detail": wrong}, 422)
 
     @app.exception_handler(UcmError)
     def refuse(_: Request, error: UcmError) -> JSONResponse:

@@ -15,22 +15,22 @@ from ucm.config.settings import format_size
 #: The description of an empty directory.
 NO_STORE = "no store here: none was written yet, this is another directory, or its file system is not mounted"
 _STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+#: A block in use has a time that is so far ahead, with the usual ``store.touch_seconds``.
+_IN_USE_SECONDS = 120.0
 
 
 def ago(moment: float | None) -> str:
-    """Return how long ago a moment was.
+    """Return how long ago a block was last used, or how long it is kept.
 
     Args:
-        moment: The moment, in seconds since the epoch, or None.
+        moment: Its time of last use, in seconds since the epoch, or None; that of a leased block is ahead.
     """
     if moment is None:
         return "never"
     age = time.time() - moment
-    if age < -1:
-        return "in the future"
-    for length, unit in _STEPS:
-        if age >= 2 * length:
-            return f"{age / length:.0f} {unit} ago"
+    for length, unit in _STEPS if not -_IN_USE_SECONDS < age < 0 else ():
+        if abs(age) >= 2 * length:
+            return f"{age / length:.0f} {unit} ago" if age > 0 else f"kept {-age / length:.0f} {unit}"
     return "just now"
 
 

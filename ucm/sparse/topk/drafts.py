@@ -210,7 +210,8 @@ class SparseDrafts(BlockTopK):
         if self._payoff is not None and batch is not None:
             verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
-            self._payoff.begin(batch.request_ids, verified, decodes=bool(decodes.all()))
+            context = int(batch.num_computed_tokens.sum())
+            self._payoff.begin(batch.request_ids, context, verified, decodes=bool(decodes.all()))
 
     def drafts(
         self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.int32], num_slots: NDArray[np.int64]

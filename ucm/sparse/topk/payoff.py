@@ -7,24 +7,25 @@ yields.
 
 Both costs are measured in the running engine, as they depend on the machine, the model, the lengths of the contexts and
 the number of requests. The interval between the starts of two steps contains whatever a step costs, the scheduler's
-part included. What is measured only by drafting, while drafting does not pay, is paid from a share of the time.
+part included, and now and then something else: so what counts is the median of the last ones. What is measured only by
+drafting, while drafting does not pay, is paid from a share of the time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: The weight of a new sample in a mean of costs, and the weight that older cycles keep in a chance of acceptance.
-NEW, KEPT = 0.2, 0.98
-#: A step that takes this many times as long as its tokens would take one by one was interrupted, and is not measured.
-OUTLIER = 4.0
+#: The samples of a cost that count, and the weight that older cycles keep in a chance of acceptance.
+LAST, KEPT = 9, 0.98
 #: The gain from which on a request is drafted that was not; one that is drafted stays so until it gains nothing.
 WORTHWHILE = 1.05
-#: The steps without drafts that are measured first, and the drafted steps after which one more is.
+#: The steps without drafts that are measured first, and the most drafted steps after which one more is: at first fewer.
 FIRST, AGAIN = 2, 64
 #: The steps of a trial, its drafts, which are also a request's first ones, and the share of the time that trials may
 #: lose; and the steps after a trial in which there is no other, even if nothing was lost, for instance because other
@@ -33,21 +34,19 @@ TRIAL, FEW, LOSS, REST = 3, 2, 0.01, 100
 
 
 @dataclass(slots=True)
-class Mean:
-    """A mean in which new samples weigh more than old ones.
+class Typical:
+    """The median of the last samples, of two in the middle the lower one: an interruption only makes some too long.
 
     Attributes:
-        value: The mean.
-        samples: How many there were.
+        last: These samples.
     """
 
-    value: float = 0.0
-    samples: int = 0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
 
-    def add(self, sample: float) -> None:
-        """Add a sample."""
-        self.samples += 1
-        self.value += max(NEW, 1 / self.samples) * (sample - self.value)
+    @property
+    def value(self) -> float:
+        """The median; 0 without samples."""
+        return median_low(self.last) if self.last else 0.0
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class Chance:
 
 @dataclass(slots=True)
 class Costs:
-    """What a step costs with some number of requests, in seconds.
+    """What a step costs with some number of requests and tokens, in seconds.
 
     Attributes:
         plain: A step that verifies no drafts, without the time in which drafts are made.
@@ -85,15 +84,15 @@ class Costs:
         since: Steps with drafts since one without was measured.
     """
 
-    plain: Mean = field(default_factory=Mean)
-    verify: Mean = field(default_factory=Mean)
-    make: Mean = field(default_factory=Mean)
+    plain: Typical = field(default_factory=Typical)
+    verify: Typical = field(default_factory=Typical)
+    make: Typical = field(default_factory=Typical)
     since: int = 0
 
     @property
     def known(self) -> bool:
         """Whether drafts have been made and verified."""
-        return bool(self.make.samples and self.verify.samples)
+        return bool(self.make.last and self.verify.last)
 
     def best(self, chance: float, most: int, at_least: float) -> int:
         """Return how many drafts yield most tokens per second; 0 unless they yield ``at_least`` times as many as none.
@@ -117,6 +116,7 @@ class Step:
 
     Attributes:
         request_ids: They.
+        context: The tokens that they have, together.
         began: When it began.
         verified: The drafts that it verifies, per request.
         tokens: The tokens that it generates, per request.
@@ -126,6 +126,7 @@ class Step:
     """
 
     request_ids: Sequence[str]
+    context: int
     began: float
     verified: float
     tokens: float = 1.0
@@ -144,7 +145,7 @@ class Payoff:
 
     def __init__(self, most: int, now: Callable[[], float]) -> None:
         self._most, self._now = most, now
-        self._costs: dict[int, Costs] = {}
+        self._costs: dict[tuple[int, int], Costs] = {}
         self._chances: dict[str, Chance] = {}
         self._all = Chance()
         self._on: set[str] = set()
@@ -152,11 +153,12 @@ class Payoff:
         self._trial = 0  #: the steps that are left of a trial
         self._owed = 0.0  #: the seconds without a trial that are due
 
-    def begin(self, request_ids: Sequence[str], drafts: Mapping[str, int], *, decodes: bool) -> None:
+    def begin(self, request_ids: Sequence[str], context: int, drafts: Mapping[str, int], *, decodes: bool) -> None:
         """A step begins.
 
         Args:
             request_ids: Its requests.
+            context: The tokens that they have, together.
             drafts: The number of drafts that it verifies, of each request that has some.
             decodes: Whether none of them computes a prompt.
         """
@@ -165,7 +167,7 @@ class Payoff:
             self._measure(before, now - before.began)
         per_request = sum(drafts.values()) / max(1, len(request_ids))
         trial = before is not None and before.made > 0 and before.trial
-        self._step = Step(request_ids, now, per_request, trial=trial) if decodes else None
+        self._step = Step(request_ids, context, now, per_request, trial=trial) if decodes else None
 
     def judged(self, request_id: str, drafted: int, accepted: int) -> None:
         """Drafts of a request were verified: the first ``accepted`` of ``drafted`` ones were right."""
@@ -180,13 +182,13 @@ class Payoff:
         if step is None or not request_ids:
             return {}
         costs = self._of(step)
-        if costs.plain.samples < FIRST:
+        if len(costs.plain.last) < FIRST:
             return {}
         found = self._gaining(request_ids, costs) if costs.known else {}
         if self._trial or self._owed <= 0:
             found |= self._tried([name for name in request_ids if name not in found], step, costs)
         costs.since += bool(found)
-        if costs.since > AGAIN:
+        if costs.since > min(AGAIN, 2 ** len(costs.plain.last)):
             costs.since = 0
             return {}
         return found
@@ -225,21 +227,20 @@ class Payoff:
         self._on.discard(request_id)
 
     def _of(self, step: Step) -> Costs:
-        """Return the costs of steps with about as many requests."""
-        return self._costs.setdefault(len(step.request_ids).bit_length(), Costs())
+        """Return the costs of steps with about as many requests and tokens: fewer than 1.42 times as many tokens."""
+        return self._costs.setdefault((len(step.request_ids).bit_length(), (step.context**2).bit_length()), Costs())
 
     def _measure(self, step: Step, took: float) -> None:
         costs = self._of(step)
         plain = costs.plain.value
-        if plain and took > OUTLIER * plain * (1 + self._most):
-            return
+        if step.made:
+            costs.make.last.append(step.making / step.made)
+        if not step.verified:
+            costs.plain.last.append(took - step.making)
+        elif plain:
+            costs.verify.last.append((took - step.making - plain) / step.verified)
         if step.trial:
-            self._owed += max(0.0, took - plain * step.tokens) / LOSS
+            more = costs.verify.value * step.verified + costs.make.value * step.made
+            self._owed += max(0.0, more - plain * (step.tokens - 1)) / LOSS
         else:
             self._owed -= took
-        if step.made:
-            costs.make.add(step.making / step.made)
-        if not step.verified:
-            costs.plain.add(took - step.making)
-        elif plain:
-            costs.verify.add((took - step.making - plain) / step.verified)

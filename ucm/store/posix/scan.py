@@ -184,7 +184,7 @@ class _Order:
         self._old = shares.old(self._now)
         found.files.sort(key=lambda file: (self.rank(file), file.path), reverse=True)
         pinned = [file for file in found.files if self._is_pinned(file)]
-        #: The last pin that each account loses. Many may end at one moment, so the path decides, as in every scan.
+        #: The last pin that each account loses.
         self._lost = {account: (one.used_ns, one.path) for account, one in lost_pins(pinned, most_pinned, shares)}
 
     def rank(self, file: StoredFile) -> int:
@@ -245,15 +245,15 @@ def lost_pins(pinned: Sequence[StoredFile], most: float, shares: Shares) -> Iter
     """Yield pinned blocks beyond a limit, with their accounts, which are only retained.
 
     As with shares, who has pinned the most for its weight loses a pin, the first to end. So nobody's pins take the room
-    of others, and what one does not pin, others may.
+    of others, and what one does not pin, others may. Many may end at one moment, so then the path decides.
 
     Args:
-        pinned: The pinned blocks; those whose pins end last come first.
+        pinned: The pinned blocks, in any order.
         most: How many bytes stay pinned.
         shares: The accounts and their weights.
     """
     held, turns = 0.0, Turns[StoredFile](shares)
-    for file in pinned:
+    for file in sorted(pinned, key=lambda file: (file.used_ns, file.path), reverse=True):
         turns.add(shares.account(file.tag), file, file.held)
         held += file.held
     for account, file in turns:

@@ -590,31 +590,34 @@ class PinsBeyond:
 
 
 def pins_beyond(
-    config: StoreConfig, blocks: Mapping[str, Sequence[BlockKey]], *, clock: Clock = SYSTEM
+    config: StoreConfig, blocks: Mapping[str, Sequence[BlockKey]], until: float, *, clock: Clock = SYSTEM
 ) -> PinsBeyond | None:
     """Return whether an evictor would only retain some of a salt's blocks, once these are pinned; None if not.
 
     Args:
         config: The store's options.
         blocks: The blocks to pin, all of one salt, by namespace.
+        until: When these pins end, in seconds since the epoch.
         clock: Tells which pins have ended.
     """
     for directory in config.directories:
         paths = [Layout(directory, name).block(key) for name, keys in blocks.items() for key in keys]
         with suppress(OSError):  # who leases blocks in this directory is told what is wrong with it
-            if (beyond := _pins_beyond_in(os.path.realpath(directory), paths, config, clock)) is not None:
+            if (beyond := _pins_beyond_in(os.path.realpath(directory), paths, until, config, clock)) is not None:
                 return beyond
     return None
 
 
-def _pins_beyond_in(root: str, paths: Sequence[str], config: StoreConfig, clock: Clock) -> PinsBeyond | None:
+def _pins_beyond_in(
+    root: str, paths: Sequence[str], until: float, config: StoreConfig, clock: Clock
+) -> PinsBeyond | None:
     rules, shares, now = LeaseRules.of(config), Shares.of(config), int(clock.time() * 1e9)
     new = []
     for path in paths:
         with suppress(FileNotFoundError):
             status = status_of(path)
             if not rules.is_pinned(status.st_mtime_ns, now):
-                new.append(StoredFile(path, status.st_size, status.st_mtime_ns))
+                new.append(StoredFile(path, status.st_size, int(until * 1e9)))
     share, state = config.posix_capacity_bytes, Usage(root).read()
     limit = _smaller(None if share is None else share / len(config.directories), state.limit if state else None)
     if limit is None or not new:

@@ -82,7 +82,9 @@ def test_a_prompt_is_tokenized(post: Callable[..., httpx2.Response], monkeypatch
         ("lookup", {"tokens": [-1]}, "greater than or equal to 0"),
         ("lookup", {"tokens": [1 << 32]}, "less than 4294967296"),
         ("lookup", {"tokens": ["1"]}, "valid integer"),
-        ("lookup", {"tokens": [1], "slat": "x"}, "Extra inputs"),
+        ("lookup", {"tokens": [1], "slat": "a secret"}, "Extra inputs"),
+        ("pin", {"tokens": [1], "salt": "a secret"}, "Field required"),
+        ("pin", {"tokens": [1], "salt": ["a secret"], "seconds": 1}, "valid string"),
         ("pin", {"tokens": [1]}, "Field required"),
         ("pin", {"tokens": [1], "seconds": 0}, "greater than 0"),
         ("drop", {"tokens": [1], "from_token": -1}, "greater than or equal to 0"),
@@ -93,6 +95,7 @@ def test_a_wrong_body_is_refused(post: Callable[..., httpx2.Response], action: s
     answer = post(action, body)
     assert answer.status_code == 422
     assert says in answer.text
+    assert "a secret" not in answer.text
 
 
 def test_an_error_says_what_where_and_what_to_do(

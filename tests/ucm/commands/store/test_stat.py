@@ -127,7 +127,16 @@ def test_times_that_no_calendar_has(kept: Kept, ask: Callable[..., Answer]) -> N
     os.utime(kept.path(BIG, 1), (time.time() + DAY,) * 2)
     (directory,) = ask("stat", "--json", "--directory", kept.root).data["directories"]
     assert directory["namespaces"][0]["oldest_use"].startswith("1970-01-01")
-    assert "in the future" in ask("stat", "--directory", kept.root).out
+    assert " kept 24 h " in ask("stat", "--directory", kept.root).out
+
+
+def test_what_is_in_use_was_used_just_now(kept: Kept, ask: Callable[..., Answer]) -> None:
+    """Though its time is the end of the current span of ``touch_seconds``."""
+    for place in range(2):
+        os.utime(kept.path(BIG, place), (time.time() + 70,) * 2)
+    answer = ask("ls", "--directory", kept.root, "--newer-than", "1s").out
+    assert answer.count("  just now\n") >= 2
+    assert "kept" not in answer
 
 
 def test_an_empty_directory_is_no_problem(tmp_path: Path, ask: Callable[..., Answer]) -> None:

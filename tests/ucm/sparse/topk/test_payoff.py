@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -21,12 +22,14 @@ class Engine:
         verify: The further seconds per verified draft.
         make: The seconds in which one more draft of each request is made.
         chances: Of each request, that a draft is accepted.
+        context: The tokens of the requests together.
     """
 
     plain: float
     verify: float
     make: float
     chances: dict[str, float]
+    context: int = 10_000
     now: float = 0.0
     tokens: dict[str, int] = field(default_factory=dict)
     drafts: dict[str, int] = field(default_factory=dict)
@@ -39,7 +42,7 @@ class Engine:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             ids = list(self.chances)
-            self.payoff.begin(ids, {name: of for name, of in self.drafts.items() if of}, decodes=True)
+            self.payoff.begin(ids, self.context, {name: of for name, of in self.drafts.items() if of}, decodes=True)
             self.now += self.plain + self.verify * sum(self.drafts.values()) / len(ids)
             for name in ids:
                 accepted = 0
@@ -108,8 +111,10 @@ def test_first_it_measures_steps_without_drafts_and_again_from_time_to_time() ->
     engine = Engine(1.0, 0.0, 0.1, {"a": 0.9})
     engine.run(3 * AGAIN)
     assert not any(engine.chosen[:FIRST])
-    without = [place for place, of in enumerate(engine.chosen[FIRST + 1 :]) if not of]
-    assert len(without) == 2
+    without = [place for place, of in enumerate(engine.chosen) if not of]
+    between = [after - before for before, after in itertools.pairwise(without[FIRST - 1 :])]
+    assert between == sorted(between)  # at first more often
+    assert between[-1] == AGAIN + 1
 
 
 def test_a_text_that_becomes_easy_is_drafted_again() -> None:
@@ -130,9 +135,60 @@ def test_a_pause_is_not_the_cost_of_a_step() -> None:
     assert engine.drafts
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("pause", [2, 20, 1000])
+def test_a_pause_at_first_is_not_the_cost_of_a_step_either(pause: float, chance: float) -> None:
+    """Else drafts would seem to pay until many other steps have been measured, one in 64."""
+    engine = Engine(1.0, 0.2, 0.6, {"a": chance})
+    engine.run(1)
+    engine.now += pause
+    engine.run(300)
+    engine.now -= pause
+    assert engine.gain() > 0.97
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6])
+def test_steps_that_are_slow_at_first_cost_little(chance: float) -> None:
+    engine = Engine(1.0, 0.2, 0.6, {"a": chance})
+    for slow in (5, 3, 1.5):
+        engine.run(1)
+        engine.now += slow - 1
+    engine.run(300)
+    engine.now -= 6.5
+    assert engine.gain() > 0.85
+
+
+def test_a_machine_that_has_become_much_slower_is_measured_again() -> None:
+    """Each of its steps would once have been taken for one that was interrupted."""
+    engine = Engine(1.0, 0.05, 0.2, {"a": 0.0})
+    engine.run(200)
+    engine.plain, engine.verify, engine.make = 100.0, 5.0, 20.0
+    engine.chances["a"] = 0.9
+    engine.run(2000)
+    assert sum(map(bool, engine.chosen[-1000:])) > 900
+
+
+@pytest.mark.parametrize("longer", [2, 3, 8, 30])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.83])
+def test_requests_of_several_lengths_do_not_take_each_others_costs_for_their_own(longer: int, chance: float) -> None:
+    """They come in turn, and a step of the longer ones takes so many times as long."""
+    engine, took, dense = Engine(1.0, 0.1, 0.67, {}), {1: 0.0, longer: 0.0}, {1: 0.0, longer: 0.0}
+    for number in range(20):
+        length = (longer, 1)[number % 2]
+        name, engine.plain, engine.verify, engine.context = f"{number}", length, 0.1 * length, 10_000 * length
+        engine.payoff.begin([name], engine.context, {}, decodes=False)
+        engine.chances, engine.drafts, began = {name: chance}, {}, engine.now
+        while engine.tokens.get(name, 0) < 128:
+            engine.run(1)
+        took[length] += engine.now - began
+        dense[length] += engine.tokens[name] * length
+        engine.payoff.forget(name)
+    assert min(dense[length] / took[length] for length in took) > 0.97
+
+
 def test_steps_that_compute_prompts_are_neither_measured_nor_drafted() -> None:
     engine = Engine(1.0, 0.05, 0.2, {"a": 0.9})
-    engine.payoff.begin(["a"], {}, decodes=False)
+    engine.payoff.begin(["a"], 100, {}, decodes=False)
     assert engine.payoff.choose(["a"]) == {}
     engine.now += 100
     engine.run(FIRST + 2)
