@@ -202,6 +202,10 @@ class LiveWeights:
     - after vLLM's prefix cache was emptied, as is done when weights are changed, and after a pause beside which reading
       everything takes no time: every byte.
 
+    An idle engine checks while it waits for a lookup, so that the load need not. The load checks again, as closely as
+    after the first pause, if another pause follows that is long enough for a change, or if the lookup takes long
+    compared with the check.
+
     Args:
         model: A torch module. Its parameters are watched and its persistent buffers, which checkpoints hold as well.
             Other buffers are not, because a forward may write to them.
@@ -215,28 +219,43 @@ class LiveWeights:
         self._model = weakref.ref(model)
         self._positions: dict[int, Any] = {}
         self._looked = self._clock.monotonic()
-        self._pause = 0.0  # the longest since the last check, in seconds
+        self._pause = 0.0  # the longest since values were last read, in seconds
+        self._early_pause = 0.0  # the longest before early checks
+        self._early_at = float("inf")  # the time of the early check that a load relies on
         self._digest_takes = float("inf")
         self._on_host = all(tensor.device.type == "cpu" for tensor in self._all())
         self._note()
         if not self._on_host:
             self._digest()  # to know how long it takes: the first one may have compiled kernels
 
-    def changed(self, *, wholly: bool = False) -> bool:
+    def changed(self, *, wholly: bool = False, early: bool = False) -> bool:
         """Return whether the weights changed since this last returned True, or since the start.
 
         Args:
             wholly: Check every byte, however recent the last check is.
+            early: The check precedes the step that moves blocks, by which time the weights may have changed again.
         """
         pause, self._pause = self._pause, 0.0
-        doubted = pause > PAUSE
-        wholly = wholly or (doubted and self._thorough)
-        wholly = wholly or self._digest_takes <= min(DIGEST_SECONDS, DIGEST_SHARE * pause)
+        now = self._clock.monotonic()
+        is_old = DIGEST_SHARE * (now - self._early_at) >= min(self._digest_takes, DIGEST_SECONDS)
+        doubted = pause > PAUSE or is_old
+        if doubted:
+            pause = max(pause, self._early_pause)
+        if early:
+            self._early_pause = max(pause, self._early_pause)
+            # A check that reads few values, because one before has just read all, does not make that one last longer.
+            self._early_at = now if doubted else min(now, self._early_at)
+        else:
+            self._early_pause, self._early_at = 0.0, float("inf")
+        wholly = wholly or (doubted and self._thorough) or self._is_cheap_after(pause)
+        values = wholly or doubted or self._on_host
         same = self._places() == self._seen_places
-        if same and (wholly or doubted or self._on_host):
-            same = self._packed() == self._seen_packed and (
-                self._digest() == self._seen_digest if wholly else self._sample() == self._seen_sample
-            )
+        if same and values:
+            same = self._packed() == self._seen_packed
+        if same and wholly:
+            same = self._digest() == self._seen_digest
+        elif same and values:
+            same = self._sample() == self._seen_sample
         if not same:
             self._note()
         return not same
@@ -250,6 +269,10 @@ class LiveWeights:
     def stepped(self) -> None:
         """End a step."""
         self._looked = self._clock.monotonic()
+
+    def _is_cheap_after(self, pause: float) -> bool:
+        """Return whether reading every byte takes little time, and almost none compared with a pause in seconds."""
+        return self._digest_takes <= min(DIGEST_SECONDS, DIGEST_SHARE * pause)
 
     def _note(self) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in self._all()]

@@ -385,7 +385,7 @@ class PrefixCacheScheduler:
             if not pending:
                 self._block_keys.wait(IDLE_SECONDS)
             elif not any(lookup.finished for lookup in pending):
-                self.stager.wait(pending, IDLE_SECONDS)
+                self._check_or_wait(pending, plan)
         return plan
 
     def _note_sessions(self, scheduler_output: SchedulerOutput) -> None:
@@ -394,6 +394,20 @@ class PrefixCacheScheduler:
             state = self._requests.get(request_id)
             if state is not None and is_streaming(state.request):
                 self._block_keys.note(state.request)
+
+    def _check_or_wait(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
+        """Let the workers check their weights, once for each lookup; then wait for the lookups.
+
+        A load checks the weights in any case. After a pause that may mean every byte, and an early check spares the
+        load this.
+        """
+        unchecked = [lookup for lookup in pending if not lookup.checked]
+        if unchecked:
+            plan.looks = True
+            for lookup in unchecked:
+                lookup.checked = True
+        else:
+            self.stager.wait(pending, IDLE_SECONDS)
 
     def _take_blocks(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""

@@ -599,7 +599,7 @@ class WorkerSide:
         self._weights.step()
         if not looks:
             return
-        if self._weights.changed(wholly=plan.verify):
+        if self._weights.changed(wholly=plan.verify, early=plan.idle and not plan.loads):
             self.report.changed = plan.epoch
             get_logger(__name__).warning(
                 "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old identity"

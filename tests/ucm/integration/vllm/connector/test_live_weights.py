@@ -204,6 +204,61 @@ def test_every_value_is_looked_at_after_a_pause_that_is_long_compared_with_that(
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize("second", [0.5, 2.0])
+def test_a_load_relies_on_an_early_check_only_if_no_second_pause_follows(
+    watch: Watch, place: Callable[[Any], LiveWeights], second: float
+) -> None:
+    """The second pause, in units of `PAUSE`, is too short for every byte to be read only because of it."""
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    watch.pause(weights, 3600.0)
+    assert not weights.changed(early=True)
+    watch.pause(weights, 0.001)
+    assert not weights.changed(early=True)
+    made.weight.data[5, 7] += 1
+    watch.pause(weights, second * identity.PAUSE)
+    assert weights.changed() == (second > 1)
+    if second < 1:  # a later pause finds it, after the load has used up the early check
+        watch.pause(weights, 2 * identity.PAUSE)
+        assert not weights.changed()
+        watch.pause(weights, 3600.0)
+        assert weights.changed()
+
+
+@pytest.mark.parametrize("steps", [100, 1000])
+def test_a_load_relies_on_an_early_check_only_for_a_while(
+    watch: Watch, place: Callable[[Any], LiveWeights], steps: int
+) -> None:
+    """An idle engine steps without pauses while it waits for a slow lookup."""
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    watch.pause(weights, 3600.0)
+    assert not weights.changed(early=True)
+    for step in range(steps):
+        watch.pause(weights, 0.002)
+        if step == steps // 2:
+            made.weight.data[5, 7] += 1
+    assert weights.changed() == (steps == 1000)
+
+
+def test_an_early_check_of_few_values_does_not_prolong_one_of_all(
+    watch: Watch, place: Callable[[Any], LiveWeights]
+) -> None:
+    """Further requests arrive while the first one's slow lookup runs, and each brings an early check."""
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    watch.pause(weights, 3600.0)
+    assert not weights.changed(early=True)
+    made.weight.data[5, 7] += 1
+    found = []
+    for step in range(1000):
+        watch.pause(weights, 0.002)
+        if step % 100 == 50:
+            found.append(weights.changed(early=True))
+    found.append(weights.changed())
+    assert any(found)
+
+
 def test_what_takes_long_to_read_is_not_read_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = LiveWeights(made)

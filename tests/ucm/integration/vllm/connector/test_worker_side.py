@@ -94,9 +94,15 @@ def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
         made.side.begin(plan)
         made.side.begin(plan)  # vLLM calls in two places
         assert made.weights.changed.call_count == step - 1
-    made.weights.changed.assert_called_with(wholly=False)
+    made.weights.changed.assert_called_with(wholly=False, early=False)
     made.worker.refuse.assert_not_called()
     assert made.side.take_report() is None
+
+
+def test_a_look_before_the_step_that_moves_blocks_is_an_early_one(made: Side) -> None:
+    for step, kind in enumerate(({"idle": True}, {"idle": True, "loads": MOVES}, {}), 1):
+        made.side.begin(StepPlan(step, "m", looks=True, **kind))  # type: ignore[arg-type]
+    assert [call.kwargs["early"] for call in made.weights.changed.call_args_list] == [True, False, False]
 
 
 def test_a_plan_of_changed_weights_is_refused_until_the_scheduler_starts_anew(made: Side) -> None:
@@ -128,7 +134,7 @@ def test_a_look_at_all_weights_is_reported(made: Side, *, watched: bool) -> None
     made.side.begin(StepPlan(7, "m", verify=True))
     assert made.side.take_report() == WeightsReport(looked=7)
     if watched:
-        made.weights.changed.assert_called_once_with(wholly=True)
+        made.weights.changed.assert_called_once_with(wholly=True, early=False)
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -153,7 +159,7 @@ def test_weights_are_looked_at_before_it_is_known_whose_blocks_these_are(made: S
     made.side.begin(StepPlan(1))
     made.weights.step.assert_called_once_with()
     made.side.begin(StepPlan(2, verify=True))
-    made.weights.changed.assert_called_once_with(wholly=True)
+    made.weights.changed.assert_called_once_with(wholly=True, early=False)
     assert made.side.take_report() == WeightsReport(looked=2)
     assert made.side.worker is not made.worker
 
