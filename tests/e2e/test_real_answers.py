@@ -36,10 +36,10 @@ def passkeys(environments: Environments) -> list[Item]:
 
 @pytest.fixture(scope="module")
 def judged(environments: Environments, passkeys: list[Item]) -> dict[str, list[Any]]:
-    from tests.e2e.judges.real import prefills, verdicts_of  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.judges.real import variants, verdicts_of  # noqa: PLC0415 - needs the build's packages
 
     shares = [BUDGET / LENGTH]
-    asked = [(item, prefills(len(item.prompt), BLOCK, shares, list(METHODS))) for item in passkeys]
+    asked = [(item, variants(len(item.prompt), BLOCK, shares, list(METHODS))) for item in passkeys]
     found: dict[str, list[Any]] = {name: [] for name in METHODS}
     for one in verdicts_of(environments.overlay.python, asked):
         found[one["name"]].append(one["tokens"])

@@ -47,8 +47,6 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60}},
-    "ESA, ahead": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "retrieval": "ahead"}},
-    "ESA, windowed prompts": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "prefill": "window"}},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100}},
     "LeakyReRoPE": {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}},
     "ReRoPE": {"ReRoPE": {"window": 150}},

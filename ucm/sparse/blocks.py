@@ -128,6 +128,10 @@ class QueryPieces:
         return QuerySplit(torch.from_numpy(starts).to(device), int(lengths.max()))
 
 
+#: A token's position and the like, or those of some tokens: ``[n]``.
+Positions = TypeVar("Positions", int, "NDArray[np.int64]")
+
+
 @dataclass(frozen=True, slots=True)
 class SinksAndWindow:
     """The first tokens of a request, and the last ones before a token's tile.
@@ -150,31 +154,17 @@ class SinksAndWindow:
         """Return the number of blocks with sinks."""
         return -(-self.sink_tokens // block_size)
 
-    def skipped(
-        self, positions: NDArray[np.int64], num_prompt_tokens: NDArray[np.int64], block_size: int
-    ) -> NDArray[np.int64]:
-        """Return how many blocks after the sinks tokens do not read.
+    def skipped(self, position: Positions, num_prompt_tokens: Positions, block_size: int) -> Positions:
+        """Return how many blocks after the sinks a token does not read; no later token reads them either.
 
         Args:
-            positions: ``[n]``: the tokens' positions.
-            num_prompt_tokens: ``[n]``: the prompt lengths of their requests.
+            position: The token's position, or ``[n]``, int64: those of some tokens.
+            num_prompt_tokens: The prompt length of its request, or ``[n]``.
             block_size: Tokens per block.
-
-        Returns:
-            ``[n]``, never negative and never decreasing with the position.
         """
-        first = (positions // self.tile * self.tile - self.window_tokens) // block_size
-        skipped: NDArray[np.int64] = (first - self.sink_blocks(block_size)).clip(min=0)
-        if self.dense_prefill:
-            skipped[positions < num_prompt_tokens] = 0
-        return skipped
-
-    def skipped_by(self, position: int, num_prompt_tokens: int, block_size: int) -> int:
-        """Do the same for one token; no later token reads the blocks that it skips."""
-        if self.dense_prefill and position < num_prompt_tokens:
-            return 0
-        first = (position // self.tile * self.tile - self.window_tokens) // block_size
-        return max(0, first - self.sink_blocks(block_size))
+        first = (position // self.tile * self.tile - self.window_tokens) // block_size - self.sink_blocks(block_size)
+        restricted = (position >= num_prompt_tokens) | (not self.dense_prefill)
+        return first * ((first > 0) & restricted)
 
     def cut(self, batch: StepBatch, block_size: int) -> tuple[QueryPieces, NDArray[np.int64]]:
         """Cut a step's rows where the read blocks change.
@@ -198,9 +188,9 @@ class SinksAndWindow:
             tiles = {*range((begin // self.tile + 1) * self.tile, end, self.tile)}
             if self.dense_prefill and begin < prompt < end:
                 tiles = {prompt, *(tile for tile in tiles if tile > prompt)}
-            before, of_row = self.skipped_by(begin, prompt, block_size), []
+            before, of_row = self.skipped(begin, prompt, block_size), []
             for tile in sorted(tiles):
-                skipped = self.skipped_by(tile, prompt, block_size)
+                skipped = self.skipped(tile, prompt, block_size)
                 if skipped != before:
                     of_row.append(tile)
                 before = skipped
@@ -237,13 +227,6 @@ def keep_apart(request: Any, first_token: int, cache_config: Any) -> None:
         request.block_hashes[:] = own.of(request.block_hashes, 0)
 
 
-def rename_own(request: Any) -> None:
-    """Change the request's unique hashes, so that the computed blocks are not found again."""
-    _, hasher = block_hasher(request)
-    if isinstance(hasher, _OwnNames):
-        hasher.rename()
-
-
 class _OwnNames:
     """A request's block hasher.
 
@@ -267,11 +250,6 @@ class _OwnNames:
         """Return hashes from the block ``start`` on, unique from the first block with unique hashes on."""
         shared = max(0, self._first - start)
         return [*hashes[:shared], *(self._own(of) for of in hashes[shared:])]
-
-    def rename(self) -> None:
-        """Change the unique hashes."""
-        self._secret = os.urandom(16)
-        self._hashes[:] = self.of(self._hashes, 0)
 
     def _own(self, of: Any) -> Any:
         if isinstance(of, bytes):
@@ -306,7 +284,10 @@ class ReleasedBlocks:
         #: By request, the steps for which it was allocated and which may be in flight: number, and tokens before it.
         self._asked: dict[str, deque[tuple[int, int]]] = {}
         if not window.dense_prefill and scheduler.connector is None:
-            self._cap_admission(int(scheduler.scheduler_config.max_num_batched_tokens))
+            # Admit prompts for which there is room after blocks are released. Not with a KV connector, because requests
+            # that wait for loads hold all of their blocks.
+            tokens = self._batches * int(scheduler.scheduler_config.max_num_batched_tokens)
+            cap_admission(self._manager, window.most_blocks(tokens, self.block_size))
 
     def step_planned(self) -> None:
         """Count a scheduled step, which may be empty."""
@@ -334,11 +315,11 @@ class ReleasedBlocks:
             return True
         end = self._ends.get(request_id, self._sinks)
         prompt = request.num_prompt_tokens
-        if self._sinks + self._window.skipped_by(request.num_computed_tokens, prompt, self.block_size) < end:
+        if self._sinks + self._window.skipped(request.num_computed_tokens, prompt, self.block_size) < end:
             return False
         if self._window.dense_prefill and is_streaming(request):
             return True  # its output becomes part of a longer prompt, which reads everything
-        wanted = self._sinks + self._window.skipped_by(known, prompt, self.block_size)
+        wanted = self._sinks + self._window.skipped(known, prompt, self.block_size)
         if wanted > end:
             self._release(request_id, end, wanted)
         return True
@@ -389,14 +370,6 @@ class ReleasedBlocks:
         self._ends[request_id] = end
         # In reverse order, like vLLM, so that the end of a chain of cached blocks is evicted first.
         self._pool.free_blocks(reversed(freed))
-
-    def _cap_admission(self, tokens_per_step: int) -> None:
-        """Let vLLM admit prompts for which there is room after blocks are released, not only those that fit completely.
-
-        Not used with a KV connector, because requests that wait for loads hold all of their blocks.
-        """
-        most = self._window.most_blocks(self._batches * tokens_per_step, self.block_size)
-        cap_admission(self._manager, most)
 
 
 def _manager(scheduler: Any) -> Any:

@@ -43,8 +43,8 @@ NOTHING = "ucm.sparse.base:SparseMethod"
 FULL_LENGTH = 16_384
 #: The budget, in tokens, at which blocks are counted at all lengths.
 HELD_BUDGET = 2_048
-#: The methods that fetch what a step reads beyond the step before, and the budget at which both extremes are compared.
-FETCHING, FETCHED_BUDGET = {"ESA": {}, "ESA, ahead": {"retrieval": "ahead"}}, 0.1
+#: The method that fetches what a step reads beyond the step before, and the budget at which both extremes are compared.
+FETCHING, FETCHED_BUDGET = "ESA", 0.1
 #: A token that is generated over and over.
 TOKEN = 7
 #: The part of `sparse_defaults`, which shares engines among its points.
@@ -163,9 +163,8 @@ def _fetch(bench: Bench, plan: Plan) -> None:
     length = max(plan.lengths)
     for token in (None, TOKEN):
         choices = [Choice(DENSE, {NOTHING: {}}, timed=True, token=token)]
-        for name, options in FETCHING.items():
-            (base, given), *_ = plan.config("ESA", length, round(FETCHED_BUDGET * length)).items()
-            choices.append(Choice(name, {base: {**given, **options}}, timed=True, token=token))
+        config = plan.config(FETCHING, length, round(FETCHED_BUDGET * length))
+        choices.append(Choice(FETCHING, config, timed=True, token=token))
         bench.measure("fetch", choices, Group(length, FETCHED_BUDGET, repeats=token is not None), plan.rounds)
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
@@ -76,7 +75,7 @@ class Variant:
         if self.tile:
             window = SinksAndWindow(self.sinks, self.recent, tile=self.tile)
             first = window.sink_blocks(self.block)
-            skipped = window.skipped_by(length - 1, 0, self.block)
+            skipped = window.skipped(length - 1, 0, self.block)
             return first, first + skipped, min(skipped, self.tokens // self.block)
         budget = BlockBudget.of_tokens(self.block, self.tokens, self.sinks, self.recent)
         if blocks <= budget.total:
@@ -157,24 +156,12 @@ def turning(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Calla
     return turn
 
 
-def windowed_mask(length: int, prefill: dict[str, int]) -> Tensor:
-    """Return which tokens each token of a prompt reads under ESA's windowed prefill, ``[length, length]``, bool."""
-    size, window = prefill["block"], SinksAndWindow(4, prefill["window"])
-    places = np.arange(length)
-    skipped = window.skipped(places, np.full(length, length), size)
-    skipped[skipped <= prefill["budget"] // size] = 0
-    first = window.sink_blocks(size) * size
-    hidden = (places >= first) & (places < (first + skipped * size)[:, None])
-    return torch.from_numpy(~hidden & (places <= places[:, None]))
-
-
 class Prompt:
     """The KV of a prompt's tokens, and the summaries of its blocks.
 
     Args:
         model: The model.
         tokens: The prompt.
-        mask: ``[tokens, tokens]``: what each token reads; None for all before it.
 
     Attributes:
         keys: By layer, ``[num_kv_heads, tokens, head]``.
@@ -182,7 +169,7 @@ class Prompt:
         hidden: ``[1, hidden]``: the hidden state of the last token.
     """
 
-    def __init__(self, model: Model, tokens: Sequence[int], mask: Tensor | None) -> None:
+    def __init__(self, model: Model, tokens: Sequence[int]) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.length = len(tokens)
@@ -192,9 +179,7 @@ class Prompt:
             q, k, v = (of.transpose(0, 1) for of in (q, k, v))
             self.keys.append(k.contiguous())
             self.values.append(v.contiguous())
-            read = scaled_dot_product_attention(
-                q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, enable_gqa=True
-            )
+            read = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)
             return read[0].transpose(0, 1)
 
         self.hidden = model.run(torch.tensor(tokens), torch.arange(len(tokens)), attend)[-1:]
@@ -294,15 +279,12 @@ def main(spec_file: Path, result_file: Path) -> None:
     model = Model(Path(spec["model"]))
     with torch.no_grad(), result_file.open("a", encoding="utf-8") as results:
         for number, item in enumerate(spec["items"]):
-            for prefill in item["prefills"]:
-                mask = windowed_mask(len(item["prompt"]), prefill["windowed"]) if prefill.get("windowed") else None
-                variants = [Variant(**of) for of in prefill["variants"]]
-                prompt = Prompt(model, item["prompt"], mask)
-                found = list(zip(*judged(model, prompt, item["answer"], variants), strict=True))
-                for variant, tokens in zip(variants, found, strict=True):
-                    about = {"item": number, "name": variant.name, "budget": variant.budget}
-                    print(json.dumps({**about, "tokens": tokens}), file=results)
-                results.flush()
+            variants = [Variant(**of) for of in item["variants"]]
+            found = list(zip(*judged(model, Prompt(model, item["prompt"]), item["answer"], variants), strict=True))
+            for variant, tokens in zip(variants, found, strict=True):
+                about = {"item": number, "name": variant.name, "budget": variant.budget}
+                print(json.dumps({**about, "tokens": tokens}), file=results)
+            results.flush()
 
 
 if __name__ == "__main__":

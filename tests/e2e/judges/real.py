@@ -45,9 +45,9 @@ CONTINUED = 64
 #: The tasks, with the number of their prompts.
 ONE, SEVERAL, CHAINED, DOCUMENT, TEXT = "one", "several", "chained", "document", "text"
 TASKS = {ONE: 16, SEVERAL: 8, CHAINED: 8, DOCUMENT: 16, TEXT: 8}
-DENSE, ORACLE, CODES, ESA, ESA_WINDOWED = "dense", "oracle", "codes", "ESA", "ESA, windowed prompts"
+DENSE, ORACLE, CODES, ESA = "dense", "oracle", "codes", "ESA"
 SELECTORS = (ORACLE, CODES, "bounds", "mean", "random", "window")
-ROWS = (DENSE, *SELECTORS, ESA, ESA_WINDOWED)
+ROWS = (DENSE, *SELECTORS, ESA)
 BUDGETS = (0.5, 0.25, 0.14, 0.1, 0.05)
 #: Tokens of the prompts, and of a block: the first is judged with all tasks and the others with fewer prompts.
 LENGTHS, BLOCKS = (2_450, 4_000, 7_900), (32, 16, 128)
@@ -228,26 +228,22 @@ def items(python: Path, model: Path, wanted: Mapping[tuple[str, int], int]) -> l
     return found
 
 
-def prefills(length: int, block: int, budgets: Sequence[float], rows: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what is compared for a prompt: ways of computing it, and for each what decode steps read.
+def variants(length: int, block: int, budgets: Sequence[float], rows: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what is compared for a prompt: what decode steps read.
 
     Of the selectors, a budget is all that a step reads, sinks and recent tokens included, and the first two layers read
     everything, as with `BlockTopK`. Of ESA, it is what is read besides sinks and window, in all layers.
     """
-    dense: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     if DENSE in rows:
-        dense.append({"name": DENSE, "selector": DENSE, "block": block, "tokens": length})
-    found: list[dict[str, Any]] = [{"variants": dense}]
+        found.append({"name": DENSE, "selector": DENSE, "block": block, "tokens": length})
     for budget in budgets:
         about = {"block": block, "tokens": round(budget * length), "budget": budget}
-        dense += [{**about, "name": name, "selector": name} for name in SELECTORS if name in rows]
+        found += [{**about, "name": name, "selector": name} for name in SELECTORS if name in rows]
         esa = {**about, "selector": CODES, "recent": WINDOW, "tile": TILE, "dense_layers": 0}
         if ESA in rows:
-            dense.append({**esa, "name": ESA})
-        if ESA_WINDOWED in rows:
-            windowed = {"window": WINDOW, "budget": about["tokens"], "block": block}
-            found.append({"windowed": windowed, "variants": [{**esa, "name": ESA_WINDOWED}]})
-    return [way for way in found if way["variants"]]
+            found.append({**esa, "name": ESA})
+    return found
 
 
 @dataclass(frozen=True)
@@ -306,7 +302,7 @@ def judge(python: Path, plan: Plan) -> list[Verdict]:
             length = min(of for of in plan.lengths if of >= len(item.prompt))
             if block == plan.blocks[0] or place % plan.fewer == 0:
                 asked.append((item, length, block))
-    told = [(item, prefills(len(item.prompt), block, plan.budgets, plan.rows)) for item, _, block in asked]
+    told = [(item, variants(len(item.prompt), block, plan.budgets, plan.rows)) for item, _, block in asked]
     for one_found in verdicts_of(python, told):
         item, length, block = asked[one_found["item"]]
         judged = [one_found["tokens"][begin:end] for begin, end in item.scored]
@@ -370,9 +366,9 @@ def verdicts_of(python: Path, asked: Sequence[tuple[Item, list[dict[str, Any]]]]
 
     Args:
         python: The interpreter of an environment with vLLM and the runtime.
-        asked: Items, and what is compared for each, as of `prefills`.
+        asked: Items, and what is compared for each, as of `variants`.
     """
-    made = [{"prompt": item.prompt, "answer": item.answer, "prefills": of} for item, of in asked]
+    made = [{"prompt": item.prompt, "answer": item.answer, "variants": of} for item, of in asked]
     with tempfile.TemporaryDirectory() as name:
         return run_judge(python, "real_judge.py", {"items": made}, Path(name, "results.json"))
 

@@ -9,7 +9,7 @@ from tests.e2e.judges.real import (
     CHAINED,
     DENSE,
     DOCUMENT,
-    ESA_WINDOWED,
+    ESA,
     ONE,
     ROWS,
     SEVERAL,
@@ -20,9 +20,9 @@ from tests.e2e.judges.real import (
     document,
     one,
     paragraphs_of,
-    prefills,
     several,
     table,
+    variants,
 )
 from tests.e2e.real.chat import HANDBOOK
 
@@ -75,9 +75,9 @@ def test_questions_are_the_same_each_time_and_differ_from_each_other() -> None:
         assert make(LENGTH, 1, COUNT).answer != make(LENGTH, 2, COUNT).answer
 
 
-@pytest.mark.parametrize("rows", [ROWS, (DENSE,), (ESA_WINDOWED,)])
+@pytest.mark.parametrize("rows", [ROWS, (DENSE,), (ESA,)])
 def test_every_row_is_compared_at_every_budget(rows: tuple[str, ...]) -> None:
-    found = [(of["name"], of.get("budget")) for way in prefills(2_000, 32, BUDGETS, rows) for of in way["variants"]]
+    found = [(of["name"], of.get("budget")) for of in variants(2_000, 32, BUDGETS, rows)]
     wanted = {(row, None if row == DENSE else budget) for row in rows for budget in BUDGETS}
     assert set(found) == wanted
     assert len(found) == len(wanted)

@@ -32,7 +32,7 @@ tokens = st.integers(0, 300)
 def test_what_is_skipped_lies_between_the_sinks_and_the_window(
     window: SinksAndWindow, size: int, computed: int, prompt: int
 ) -> None:
-    skipped = window.skipped_by(computed, prompt, size)
+    skipped = window.skipped(computed, prompt, size)
     places = set(range(window.sink_blocks(size) * size, (window.sink_blocks(size) + skipped) * size))
     assert not places & set(range(window.sink_tokens))
     assert not places & set(range(computed - window.window_tokens, computed + 1))
@@ -46,7 +46,7 @@ def test_what_is_skipped_lies_between_the_sinks_and_the_window(
 @given(window=windows, size=sizes, rows=st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5))
 def test_both_sides_count_alike(window: SinksAndWindow, size: int, rows: list[tuple[int, int]]) -> None:
     computed, prompt = np.array(rows, np.int64).T
-    assert window.skipped(computed, prompt, size).tolist() == [window.skipped_by(*row, size) for row in rows]
+    assert window.skipped(computed, prompt, size).tolist() == [window.skipped(*row, size) for row in rows]
 
 
 @settings(max_examples=100, deadline=None)
@@ -57,9 +57,9 @@ def test_smaller_blocks_of_a_backend_skip_no_less_than_is_released(
     """A backend may use parts of the manager's blocks: the blocks that it reads must be held."""
     whole, part = sizes
     released_from = window.sink_blocks(whole) * whole
-    released_to = released_from + window.skipped_by(computed, 0, whole) * whole
+    released_to = released_from + window.skipped(computed, 0, whole) * whole
     read_to = window.sink_blocks(part) * part
-    read_from = read_to + window.skipped_by(computed, 0, part) * part
+    read_from = read_to + window.skipped(computed, 0, part) * part
     assert read_to <= released_from
     assert released_to <= max(read_from, released_from)
 
@@ -67,7 +67,7 @@ def test_smaller_blocks_of_a_backend_skip_no_less_than_is_released(
 @settings(max_examples=100, deadline=None)
 @given(window=windows, size=sizes, computed=tokens, new=st.integers(1, 50))
 def test_skipped_blocks_only_become_more(window: SinksAndWindow, size: int, computed: int, new: int) -> None:
-    assert window.skipped_by(computed, 0, size) <= window.skipped_by(computed + new, 0, size)
+    assert window.skipped(computed, 0, size) <= window.skipped(computed + new, 0, size)
 
 
 steps = st.lists(st.tuples(tokens, st.integers(1, 200), tokens), min_size=1, max_size=4)
@@ -89,7 +89,7 @@ def test_what_a_token_reads_is_a_matter_of_its_position_alone(
         for position in range(begin, end)
     ]
     assert read == [
-        (row, position, window.skipped_by(position, prompt, size))
+        (row, position, window.skipped(position, prompt, size))
         for row, (computed, new, prompt) in enumerate(rows)
         for position in range(computed, computed + new)
     ]
@@ -97,9 +97,9 @@ def test_what_a_token_reads_is_a_matter_of_its_position_alone(
 
 def test_a_context_within_sinks_and_window_is_dense() -> None:
     window = SinksAndWindow(4, 100)
-    assert not any(window.skipped_by(position, 0, 16) for position in range(128))
-    assert window.skipped_by(128, 0, 16) == 0
-    assert {window.skipped_by(position, 0, 16) for position in range(256, 384)} == {8}
+    assert not any(window.skipped(position, 0, 16) for position in range(128))
+    assert window.skipped(128, 0, 16) == 0
+    assert {window.skipped(position, 0, 16) for position in range(256, 384)} == {8}
 
 
 @pytest.mark.parametrize("name", ["SinkWindow", "StreamingLLM"])

@@ -6,13 +6,11 @@ Long-Context Extrapolation for LLMs with an Efficient Context Memory" (NeurIPS 2
 window, and a context memory looked up chunk by chunk in prefill and token by token in decode. Blocks are ranked by
 codes of their keys, as `BlockTopK` ranks them (`ucm.sparse.topk.codes`).
 
-By default prompts are dense: a request holds all blocks of its prompt until its first generated token. The scheduler
-side (`ucm.sparse.esa.offloaded`) then frees its blocks between sinks and window and notifies the workers, which copy
-them out before the rest of the step. From then on a request holds its sinks, its window, the tokens of the steps in
-flight and a bounded number of resident blocks, whatever its length. With ``prefill: window`` that is so from the
-prompt's second step on, but the prompt's tokens read only sinks and window, which loses answers. Each worker also keeps
-the codes of the offloaded keys (their size: `ucm.sparse.topk.codes`), and up to a quarter more to grow into, in device
-memory that vLLM does not count.
+Prompts are dense: a request holds all blocks of its prompt until its first generated token. The scheduler side
+(`ucm.sparse.esa.offloaded`) then frees its blocks between sinks and window and notifies the workers, which copy them
+out before the rest of the step. From then on a request holds its sinks, its window, the tokens of the steps in flight
+and a bounded number of resident blocks, whatever its length. Each worker also keeps the codes of the offloaded keys
+(their size: `ucm.sparse.topk.codes`), and up to a quarter more to grow into, in device memory that vLLM does not count.
 
 A request whose blocks between sinks and window fit into the budget stays dense, at no cost.
 
@@ -25,7 +23,7 @@ from __future__ import annotations
 
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
@@ -35,12 +33,11 @@ from ucm.config.settings import StoreSettings
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.base import require_hooks
-from ucm.sparse.blocks import ReleasingMethod, keep_apart, rename_own
+from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
-from ucm.sparse.options import parse_options, refuse_asked, tokens
-from ucm.sparse.sink_window import SinkWindowOptions
+from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.store.config import default_offload_directory
 from ucm.store.factory import open_store, opens_within
 
@@ -62,7 +59,7 @@ def default_store() -> StoreSettings:
     return StoreSettings(pipeline="Dram", dram_directory=default_offload_directory())
 
 
-class ESAOptions(SinkWindowOptions):
+class ESAOptions(MethodOptions):
     """The options of the method.
 
     Attributes:
@@ -70,18 +67,13 @@ class ESAOptions(SinkWindowOptions):
             blocks: what a request holds in vLLM's memory besides sinks, window and the tokens of the steps in flight.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         window_tokens: Tokens before the newest that are always read.
-        prefill: ``dense``: tokens of a prompt read everything. ``window``: beyond the budget they read sinks and
-            window.
-        retrieval: ``exact``: each step reads the blocks that its own query needs, and waits for missing ones.
-            ``ahead``: it reads those that the previous step's query needed, which are loaded while the model runs.
         store: The store of the offloaded context, like the connector's ``store`` section; default: the Dram tier.
     """
 
     beside_kv = frozenset({"store"})
     token_budget: int = tokens(2048, at_least=1)
+    sink_tokens: int = tokens(4, at_least=0)
     window_tokens: int = tokens(1024, at_least=1)
-    prefill: Literal["window", "dense"] = Field(default="dense", description="`window` or `dense`")
-    retrieval: Literal["exact", "ahead"] = Field(default="exact", description="`exact` or `ahead`")
     store: StoreSettings = Field(default_factory=default_store, description="a `store` section, as the connector's")
 
     @field_validator("store", mode="before")
@@ -89,9 +81,9 @@ class ESAOptions(SinkWindowOptions):
     def _section(cls, value: object) -> object:
         return StoreSettings.model_validate(value) if isinstance(value, dict) else value
 
-    def lasting_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that choose no blocks: with windowed prompts, the last one does."""
-        return num_prompt_tokens - (self.prefill == "window")
+    def window(self, tile: int) -> SinksAndWindow:
+        """Return the sinks and the window that generated tokens read."""
+        return SinksAndWindow(self.sink_tokens, self.window_tokens, dense_prefill=True, tile=tile)
 
 
 class ESA(ReleasingMethod[OffloadedReleases]):
@@ -118,13 +110,15 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether ``prefill`` is ``dense``."""
-        return parse_options(ESAOptions, NAME, options).prefill == "dense"
+        """Return True."""
+        del options
+        return True
 
     @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """Return the number of the prompt's tokens before the first one that chooses blocks."""
-        return parse_options(ESAOptions, NAME, options).lasting_tokens(num_prompt_tokens)
+        """Return the prompt's tokens, which are always dense."""
+        del options
+        return num_prompt_tokens
 
     # Scheduler side
 
@@ -148,15 +142,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts, and free blocks."""
-        first = self._options.lasting_tokens(request.num_prompt_tokens)
-        keep_apart(request, first, self.vllm_config.cache_config)
+        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
         return super().before_allocation(request)
-
-    def request_preempted(self, request: Any) -> None:
-        """With ``ahead``, the answer is recomputed: each token reads what the previous one needed."""
-        super().request_preempted(request)
-        if self._options.retrieval == "ahead":
-            rename_own(request)
 
     def tell_lost(self, request: Any) -> None:
         """Log once per step; vLLM asks again as it preempts others."""
@@ -240,17 +227,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         reader.caches[layer_name] = kv_cache
         if reader.restricts:
             began = perf_counter()
-            attn_metadata = reader.restrict(layer_name, query, key, kv_cache, attn_metadata)
+            attn_metadata = reader.restrict(layer_name, query, kv_cache, attn_metadata)
             reader.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
-
-    def attention_finished(
-        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
-    ) -> None:
-        """Start to load the blocks that the next step is expected to need."""
-        del kv_cache, attn_metadata, output
-        if self.reader.restricts:
-            self.reader.look_ahead(layer_name, query)
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Finish the step."""

@@ -67,27 +67,21 @@ class _Saving:
     task: Task
 
 
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """A running load of blocks of one layer.
 
-    Args:
+    Attributes:
         rows: ``[blocks, bytes of a block]``, uint8: their destination in host memory; None if that is the KV cache.
         wanted: The admission and place of each.
         loads: The rows that the store loads.
         task: The store's task, if any.
     """
 
-    def __init__(
-        self,
-        rows: Tensor | None,
-        wanted: Sequence[tuple[int, int]],
-        loads: list[tuple[int, BlockTransfer]],
-        task: Task | None,
-    ) -> None:
-        self.rows = rows
-        self.wanted = tuple(wanted)
-        self.loads = loads
-        self.task = task
+    rows: Tensor | None
+    wanted: Sequence[tuple[int, int]]
+    loads: list[tuple[int, BlockTransfer]]
+    task: Task | None
 
 
 class OffloadStore:
@@ -198,11 +192,6 @@ class OffloadStore:
         result = fetch.task.wait()
         self.counts["loaded"] += len(result.done)
         return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
-
-    def abandon(self, fetch: Fetch) -> None:
-        """Discard a load; its memory is kept until it has ended."""
-        if fetch.task is not None:
-            fetch.task.wait()
 
     def drop(self, admission: int) -> None:
         """Delete the blocks of a request that has ended."""

@@ -17,7 +17,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.compat import cap_admission
 from ucm.logger import get_logger
 from ucm.sparse.blocks import ReleasedBlocks
 from ucm.store.base import BlockKey
@@ -128,8 +127,9 @@ class OffloadedReleases(ReleasedBlocks):
         return self._losses.path
 
     def reads_all(self, position: int, num_prompt_tokens: int) -> bool:
-        """Return whether a token and all before it read everything: no more is offloaded than can be loaded back."""
-        return self._window.skipped_by(position, num_prompt_tokens, self.block_size) <= self._limit
+        """Return whether a token and all before it read everything in place: nothing before them is freed yet."""
+        most = 0 if self._at_once else self._limit
+        return self._window.skipped(position, num_prompt_tokens, self.block_size) <= most
 
     def news(self) -> OffloadedNews | None:
         """Return the changes since the last step, once the step is decided."""
@@ -143,14 +143,9 @@ class OffloadedReleases(ReleasedBlocks):
         return news
 
     def release(self, request: Any) -> bool:
-        """See `ReleasedBlocks.release`; nor is there what the step will read if a worker has lost some of it.
-
-        A streaming session waits for its next turn with its blocks. It begins that turn first, for only what runs can
-        be preempted.
-        """
+        """See `ReleasedBlocks.release`; nor is there what the step will read if a worker has lost some of it."""
         offloaded = self._offloaded.get(request.request_id)
-        lost = offloaded is not None and offloaded.admission in self._lost and request.status.name == "RUNNING"
-        return super().release(request) and not lost
+        return super().release(request) and (offloaded is None or offloaded.admission not in self._lost)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that has lost or is about to lose its blocks, and free its resident blocks."""
@@ -187,10 +182,6 @@ class OffloadedReleases(ReleasedBlocks):
                 tuple(block.block_id for block in taken),
             )
         )
-
-    def _cap_admission(self, tokens_per_step: int) -> None:
-        most = self._window.most_blocks(self._batches * tokens_per_step, self.block_size) + self._limit
-        cap_admission(self._manager, most)
 
 
 class Losses:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,15 +14,15 @@ from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import tell_loss
-from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, Reading, first_choosing, reading
+from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, reading
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.ranking import ranked
-from ucm.sparse.topk.selection import FreshBlocks, with_new_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.clock import Clock
@@ -29,39 +30,29 @@ if TYPE_CHECKING:
     from ucm.sparse.esa.method import ESAOptions
     from ucm.sparse.esa.offload_store import Fetch
     from ucm.sparse.esa.offloaded import OffloadedNews, Released
-    from ucm.sparse.esa.resident import ResidentLayer
     from ucm.store.config import StoreConfig
 
 
+@dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of a step whose request has an offloaded context.
+    """A row of a step whose only token chooses offloaded blocks.
 
-    Args:
+    Attributes:
         row: Its index in the batch.
-        token: The index of its last token among the step's tokens.
-        computed: The position of its first token.
+        token: The index of its token among the step's tokens.
         offloaded: Its request's offloaded context.
-        listed: For each piece that reads listed blocks, the number of blocks after the sinks that contain these.
-        choosing: The number of blocks from which its last token chooses; 0 if it does not choose.
-        is_first: Whether that token is the first one that chooses.
+        choosing: The number of blocks from which it chooses.
     """
 
-    def __init__(
-        self,
-        row: int,
-        token: int,
-        computed: int,
-        offloaded: OffloadedContext,
-        listed: dict[int, int],
-        choosing: int,
-        *,
-        is_first: bool,
-    ) -> None:
-        self.row, self.token, self.computed = row, token, computed
-        self.offloaded = offloaded
-        self.listed = listed
-        self.choosing = choosing
-        self.is_first = is_first
+    row: int
+    token: int
+    offloaded: OffloadedContext
+    choosing: int
+
+    @property
+    def freed(self) -> int:
+        """The place after the last freed block; later ones are still in place."""
+        return self.offloaded.first + self.offloaded.stored
 
 
 class OffloadedReader:
@@ -104,19 +95,17 @@ class OffloadedReader:
         self._rank = rank
         self._options = options
         self._window = options.window(tile)
-        self._ahead = options.retrieval == "ahead"
         #: The KV cache of each layer, from its last step.
         self.caches: dict[str, Tensor] = {}
         self._copies: BlockCopies | None = None
         self._places: dict[str, int] = {}
         self._losses = ""
-        #: The new keys of the layer whose attention is running.
-        self._key: Tensor
         self._store: OffloadStore | None = None
         self._offloaded: dict[str, OffloadedContext] = {}
-        self._reading: Reading | None = None
+        #: The tokens that each request has after the step, and the rows that choose.
+        self._seq_lens: NDArray[np.int64]
         self._rows: list[_Row] = []
-        #: The step's tables, with the metadata and the listed pieces from which they were made.
+        #: The step's tables, with the metadata and the listed rows from which they were made.
         self._tables: tuple[Any, list[Listed], OffloadedTables] | None = None
 
     def step_arrived(self, news: OffloadedNews | None) -> None:
@@ -133,100 +122,64 @@ class OffloadedReader:
 
     def begin(self, batch: StepBatch) -> None:
         """Determine what the step reads."""
-        size, budget = self._size, self._options.token_budget // self._size
         self._outcomes.begin(batch.request_ids)
-        self._tables = self._reading = None
-        self._rows.clear()
-        for request_id in (batch.request_ids[row] for row in np.flatnonzero(batch.admitted).tolist()):
-            if request_id in self._offloaded and self._offloaded[request_id].admission is None:
-                del self._offloaded[request_id]
-        found = reading(batch, self._window, budget, size)
-        rows = [] if not self._offloaded and not found.choosing else self._rows_of(batch, found)
-        if rows or found.skipped.any():
-            self._reading, self._rows = found, rows
+        self._tables, self._seq_lens = None, batch.seq_lens
+        for row in np.flatnonzero(batch.admitted).tolist():
+            self._forget_unreleased(batch.request_ids[row])
+        known = [self._offloaded.get(request_id) for request_id in batch.request_ids]
+        stored = np.array([0 if of is None else of.stored for of in known], np.int64)
+        choosing = reading(batch, self._window, self._budget, stored, self._size)
+        ends = batch.num_new_tokens.cumsum()
+        self._rows = []
+        for row in np.flatnonzero(choosing).tolist():
+            offloaded = known[row] or OffloadedContext(None, self._window.sink_blocks(self._size))
+            self._offloaded[batch.request_ids[row]] = offloaded
+            self._rows.append(_Row(row, int(ends[row]) - 1, offloaded, int(choosing[row])))
+        if self._rows:
             self.counts["steps"] += 1
-            restricted = np.unique([*found.pieces.rows[found.skipped > 0], *(row.row for row in rows)]).astype(np.int64)
-            self.counts["rows"] += len(restricted)
-            self._outcomes.restrict(batch.request_ids[row] for row in restricted.tolist())
+            self.counts["rows"] += len(self._rows)
+            self._outcomes.restrict(batch.request_ids[of.row] for of in self._rows)
         if self._outcomes.tells:
-            self._tell(batch, found)
+            self._tell(batch, choosing)
 
-    def _tell(self, batch: StepBatch, found: Reading) -> None:
+    def _tell(self, batch: StepBatch, choosing: NDArray[np.int64]) -> None:
         """Log of each request whether the step's last token of it reads all of its context."""
-        size, budget = self._size, self._options.token_budget // self._size
-        for row, (request_id, piece) in enumerate(zip(batch.request_ids, found.pieces.lasts.tolist(), strict=True)):
-            context, between = int(batch.seq_lens[row]), found.choosing.get(piece, 0)
+        size, budget = self._size, self._budget
+        for request_id, context, between in zip(
+            batch.request_ids, batch.seq_lens.tolist(), choosing.tolist(), strict=True
+        ):
             what, left_out = f"dense: no more than {budget * size} tokens are between sinks and window", 0
             if between:
                 what, left_out = f"restricted, with {budget * size} tokens between sinks and window", between - budget
-            elif found.skipped[piece]:
-                what, left_out = "restricted to sinks and window, because it is a prompt", int(found.skipped[piece])
             self._outcomes.tell(request_id, context, what, context - left_out * size)
-
-    def _rows_of(self, batch: StepBatch, found: Reading) -> list[_Row]:
-        """Return the rows that read listed blocks of an offloaded context."""
-        rows = []
-        lasts, ends = found.pieces.lasts, batch.num_new_tokens.cumsum()
-        firsts = batch.seq_lens - 1 <= first_choosing(self._window, batch.num_prompt_tokens)
-        for row, request_id in enumerate(batch.request_ids):
-            choosing = found.choosing.get(int(lasts[row]), 0)
-            offloaded = self._offloaded.get(request_id)
-            if offloaded is None and choosing:
-                offloaded = self._offloaded[request_id] = OffloadedContext(None, self._window.sink_blocks(self._size))
-            if offloaded is None:
-                continue
-            # A piece that reads everything lists its freed blocks; it reads the others in place.
-            pieces = np.flatnonzero(found.pieces.rows == row).tolist()
-            listed = {piece: offloaded.stored for piece in pieces if offloaded.stored and not found.skipped[piece]}
-            if choosing:
-                listed[int(lasts[row])] = choosing
-            if listed:
-                computed = int(batch.num_computed_tokens[row])
-                token = int(ends[row]) - 1
-                rows.append(_Row(row, token, computed, offloaded, listed, choosing, is_first=bool(firsts[row])))
-        return rows
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
         ended = list(request_ids)
         self._outcomes.finish(ended)
         for request_id in ended:
-            if request_id in self._offloaded and self._offloaded[request_id].admission is None:
-                del self._offloaded[request_id]
+            self._forget_unreleased(request_id)
+
+    def _forget_unreleased(self, request_id: str) -> None:
+        """Drop the state of a request if none of its blocks is freed."""
+        if request_id in self._offloaded and self._offloaded[request_id].admission is None:
+            del self._offloaded[request_id]
 
     @property
     def restricts(self) -> bool:
         """Whether any row of the step leaves blocks out, or reads freed ones."""
-        return self._reading is not None
-
-    def look_ahead(self, layer_name: str, query: Tensor) -> None:
-        """Start to load the blocks that a layer is expected to need in the next step."""
-        if not self._ahead:
-            return
-        rows = [row for row in self._rows if row.choosing]
-        for row, chosen in zip(rows, self._best(rows, self._ranked(layer_name, query, rows)), strict=True):
-            offloaded, layer = row.offloaded, row.offloaded.layers[layer_name]
-            missing = layer.missing([place for place in chosen if place < offloaded.first + offloaded.stored])
-            fetch = None
-            if missing:
-                fetch = self._opened.fetch(
-                    self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
-                )
-            layer.ahead = chosen, fetch
+        return bool(self._rows)
 
     def finish(self) -> None:
         """Raise if no layer called the method in this step, because the step was then not restricted."""
-        if self._reading is not None and self._tables is None:
+        if self._rows and self._tables is None:
             raise SparseMethodError(
                 "ESA was not asked by any layer of this step: released blocks were read",
                 where="the attention hooks of this worker",
                 fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
             )
-        self._tables = self._reading = None
-        self._rows = []
-        steps = self.counts["steps"]
-        if steps and steps.bit_count() == 1 and self.counts["told"] < steps:  # at 1, 2, 4, …
-            self.counts["told"] = steps
+        self._tables, self._rows = None, []
+        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
             get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
 
     def figures(self) -> dict[str, float]:
@@ -252,78 +205,37 @@ class OffloadedReader:
             f"{stored['lost']} lost"
         )
 
-    def restrict(self, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
+    def restrict(self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """Load the needed blocks into resident ones, and return metadata that reads them."""
-        self._key = key
         table = self.attention.block_table(attn_metadata)
-        for row in self._rows:
-            self._summarise_row(row, layer_name, table, kv_cache)
-            if row.is_first:  # an earlier prompt of the same request id, in a session, left a load behind
-                self._abandon(row.offloaded.layers[layer_name])
-        fresh = [row for row in self._rows if row.choosing and row.offloaded.layers[layer_name].ahead is None]
+        for row in self._rows:  # none of the blocks without codes is freed yet
+            codes, first = self._codes(row.offloaded, layer_name, kv_cache), row.offloaded.first
+            self._summarise(codes, layer_name, kv_cache, table[row.row, first + codes.size : first + row.choosing])
         # Ranked once, because all ranks must call the sum equally often, whatever one of them has lost.
-        ranks = {row.row: of for row, of in zip(fresh, self._ranked(layer_name, query, fresh), strict=True)}
-        ahead = {row.row: of[0] for row in self._rows if (of := row.offloaded.layers[layer_name].ahead) is not None}
-        while True:
-            best = dict(zip(ranks, self._best(fresh, list(ranks.values())), strict=True))
-            chosen = [
-                best[row.row] if row.row in best else self._expected(row, ahead.get(row.row)) for row in self._rows
-            ]
-            if self._bring(layer_name, [self._released(row, of) for row, of in zip(self._rows, chosen, strict=True)]):
-                break  # else something was lost: choose again from what is left
-        return self._restricted(layer_name, kv_cache, attn_metadata, chosen)
-
-    def _restricted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, chosen: list[list[int]]) -> Any:
+        ranks = self._ranked(layer_name, query)
+        chosen = self._best(ranks)
+        while not self._bring(layer_name, chosen):  # something was lost: choose again from what is left
+            chosen = self._best(ranks)
         listed, places, blocks = [], [], []
         for row, of_row in zip(self._rows, chosen, strict=True):
-            offloaded = row.offloaded
-            last = max(row.listed)
-            for piece, extent in row.listed.items():
-                named = of_row if row.choosing and piece == last else self._released(row, None)
-                released = [place for place in named if place < offloaded.first + offloaded.stored]
-                held = [offloaded.resident[slot] for slot in offloaded.layers[layer_name].slots(released)]
-                listed.append(Listed(piece, extent, len(named)))
-                places += named
-                blocks += [*held, *[-1] * (len(named) - len(held))]
-                self.counts["blocks_read"] += len(named)
-                self.counts["blocks_stored"] += extent
-        tables = self._tables_for(layer_name, kv_cache, attn_metadata, listed)
-        table = tables.naming(places, blocks)
-        return self.attention.restricted(
-            layer_name, attn_metadata, table, tables.seq_lens, tables.max_seq_len, tables.split
-        )
-
-    def _tables_for(
-        self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, listed: list[Listed]
-    ) -> OffloadedTables:
-        """Return the step's tables: the same for all layers, unless a loss leaves a layer fewer blocks to read."""
+            slots = row.offloaded.layers[layer_name].slots([place for place in of_row if place < row.freed])
+            listed.append(Listed(row.row, row.choosing, len(of_row)))
+            places += of_row
+            blocks += [*(row.offloaded.resident[slot] for slot in slots), *[-1] * (len(of_row) - len(slots))]
+            self.counts["blocks_read"] += len(of_row)
+            self.counts["blocks_stored"] += row.choosing
+        # The same for all layers, unless a loss leaves a layer fewer blocks to read.
         if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != listed:
-            if self._reading is None:
-                raise RuntimeError(f"{layer_name} ran outside a step")
             self._require_size(layer_name, kv_cache)
-            table, sinks = self.attention.block_table(attn_metadata), self._window.sink_blocks(self._size)
-            self._tables = attn_metadata, listed, OffloadedTables(self._reading, listed, table, sinks, self._size)
-        return self._tables[2]
-
-    def _summarise_row(self, row: _Row, layer_name: str, table: Tensor, kv_cache: Tensor) -> None:
-        """Compute the missing codes of the blocks from which a row chooses; none of these is freed yet."""
-        offloaded = row.offloaded
-        codes = self._codes(offloaded, layer_name, kv_cache)
-        if codes.size >= row.choosing:
-            return
-        begin, end = offloaded.first + codes.size, offloaded.first + row.choosing
-        ids = table[row.row, begin:end].long()
-        known = min(max(row.computed // self._size, begin), end)
-        self._summarise(codes, layer_name, kv_cache, ids[: known - begin])
-        if known < end:
-            start = row.token + 1 - self._new_tokens(row)
-            fresh = FreshBlocks(0, known, end, row.computed, start)
-            keys = self.attention.read_keys(layer_name, kv_cache, ids[known - begin :])
-            codes.append(with_new_keys(keys, self._key, fresh))
+            sinks = self._window.sink_blocks(self._size)
+            self._tables = attn_metadata, listed, OffloadedTables(self._seq_lens, listed, table, sinks, self._size)
+        tables = self._tables[2]
+        named = tables.naming(places, blocks)
+        return self.attention.restricted(layer_name, attn_metadata, named, tables.seq_lens, tables.max_seq_len)
 
     def _summarise(self, codes: KeyCodes, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
         """Append the codes of some blocks in the cache."""
-        for some in block_ids.split(codes.at_once) if len(block_ids) else ():
+        for some in block_ids.long().split(codes.at_once) if len(block_ids) else ():
             codes.append(self.attention.read_keys(layer_name, kv_cache, some))
 
     def _codes(self, offloaded: OffloadedContext, layer_name: str, kv_cache: Tensor) -> KeyCodes:
@@ -337,116 +249,72 @@ class OffloadedReader:
             offloaded.codes[layer_name] = codes
         return codes
 
-    def _new_tokens(self, row: _Row) -> int:
-        if self._reading is None:
-            raise RuntimeError("asked outside a step")
-        pieces = self._reading.pieces
-        return int(pieces.ends[pieces.lasts[row.row]]) - row.computed
-
-    def _ranked(self, layer_name: str, query: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
-        """Return, for each row that chooses, the ranks of its blocks by the heads of all workers; see `ranked`."""
-        if not rows:
-            return []
+    def _ranked(self, layer_name: str, query: Tensor) -> list[Tensor]:
+        """Return, for each row, the ranks of its blocks by the heads of all workers; see `ranked`."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         wanted = []
-        for row in rows:
+        for row in self._rows:
             places = torch.arange(row.choosing, device=query.device)[None]
             of_row = query[row.token : row.token + 1]
             wanted.append(row.offloaded.codes[layer_name].shares(of_row, places, None)[0])
         summed = self.attention.sum_over_ranks(torch.cat(wanted))
-        return [ranked(of[None])[0] for of in summed.split([row.choosing for row in rows])]
+        return [ranked(of[None])[0] for of in summed.split([row.choosing for row in self._rows])]
 
-    def _best(self, rows: Sequence[_Row], ranks: Sequence[Tensor]) -> list[list[int]]:
+    def _best(self, ranks: Sequence[Tensor]) -> list[list[int]]:
         """Return the best places of each row in ascending order; this waits for the device once."""
-        if not rows:
-            return []
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        budget, found = self._options.token_budget // self._size, []
-        for row, of_row in zip(rows, ranks, strict=True):
-            lost = [place for place in row.offloaded.lost if place < row.choosing]
+        found = []
+        for row, of_row in zip(self._rows, ranks, strict=True):
+            lost = list(row.offloaded.lost)
             left = of_row.index_fill(0, of_row.new_tensor(lost), -1) if lost else of_row
-            found.append(left.topk(min(budget, row.choosing - len(lost)), sorted=False).indices + row.offloaded.first)
+            count = min(self._budget, row.choosing - len(lost))
+            found.append(left.topk(count, sorted=False).indices + row.offloaded.first)
         places = iter(torch.cat(found).tolist())
         return [sorted(itertools.islice(places, len(of_row))) for of_row in found]
 
-    def _expected(self, row: _Row, ahead: Sequence[int] | None) -> list[int]:
-        """Return the places that the previous step's query needed; the latest places replace lost ones."""
-        offloaded = row.offloaded
-        if ahead is None:
-            return []
-        known = {place for place in ahead if place - offloaded.first not in offloaded.lost}
-        for place in range(offloaded.first + row.choosing - 1, offloaded.first - 1, -1):
-            if len(known) == len(ahead):
-                break
-            if place - offloaded.first not in offloaded.lost:
-                known.add(place)
-        return sorted(known)
-
-    def _released(self, row: _Row, chosen: Sequence[int] | None) -> list[int]:
-        """Return the freed places that a row reads: all of them if the row, or one of its pieces, reads everything."""
-        offloaded = row.offloaded
-        if chosen is None or len(row.listed) > 1 or not row.choosing:
-            return [
-                place
-                for place in range(offloaded.first, offloaded.first + offloaded.stored)
-                if place - offloaded.first not in offloaded.lost
-            ]
-        return [place for place in chosen if place < offloaded.first + offloaded.stored]
-
-    def _bring(self, layer_name: str, wanted: Sequence[Sequence[int]]) -> bool:
-        """Load all freed places that rows read into resident blocks; return False if a block turns out to be lost."""
-        sound = True
-        for row, chosen in zip(self._rows, wanted, strict=True):
-            layer = row.offloaded.layers[layer_name]
-            ahead, layer.ahead = layer.ahead, None
-            if ahead is not None and ahead[1] is not None:
-                sound &= self._place(layer_name, row.offloaded, ahead[1], chosen)
-        fetches: list[tuple[OffloadedContext, Fetch, Sequence[int]]] = []
-        for row, chosen in zip(self._rows, wanted, strict=True):
-            offloaded = row.offloaded
-            missing = [
-                p for p in offloaded.layers[layer_name].missing(chosen) if p - offloaded.first not in offloaded.lost
-            ]
+    def _bring(self, layer_name: str, chosen: Sequence[Sequence[int]]) -> bool:
+        """Load the freed places that rows read into resident blocks; return False if a block turns out to be lost."""
+        fetches = []
+        for row, of_row in zip(self._rows, chosen, strict=True):
+            released = [place for place in of_row if place < row.freed]
+            missing = row.offloaded.layers[layer_name].missing(released)
             if missing:
-                fetches.append((offloaded, self._fetch(layer_name, offloaded, missing, chosen), chosen))
-        for offloaded, fetch, chosen in fetches:
-            sound &= self._place(layer_name, offloaded, fetch, chosen)
-        return sound
+                fetches.append((row.offloaded, *self._fetch(layer_name, row.offloaded, missing, released)))
+        arrived = [self._place(layer_name, *of) for of in fetches]
+        return all(arrived)
 
     def _fetch(
         self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
-    ) -> Fetch:
-        """Start to load missing places: into resident blocks if these are in host memory, else into a buffer."""
+    ) -> tuple[Fetch, list[int]]:
+        """Start to load missing places: into resident blocks if these are in host memory, else into a buffer.
+
+        Returns:
+            The load, and the resident block of each place.
+        """
         index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
         copies, resident = self._known_copies, offloaded.resident
-        if not self._opened.loads_in_place or copies.memory(index, resident[0]) is None:
-            return self._opened.fetch(index, places)
         slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
-        found = [copies.memory(index, resident[slot]) for slot in slots]
-        return self._opened.fetch(index, places, [memory for memory in found if memory is not None])
+        blocks = [resident[slot] for slot in slots]
+        into = [copies.memory(index, block) for block in blocks] if self._opened.loads_in_place else [None]
+        in_place = [memory for memory in into if memory is not None]
+        return self._opened.fetch(index, places, in_place if len(in_place) == len(places) else None), blocks
 
-    def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, chosen: Sequence[int]) -> bool:
+    def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, blocks: Sequence[int]) -> bool:
         """Wait for a load, and copy a buffer into resident blocks; return whether all blocks arrived."""
         lost = set(self._opened.wait(fetch))
         if lost:
             if not offloaded.lost:
                 tell_loss(self._losses, _admitted(offloaded))
-            offloaded.lost |= {fetch.wanted[row][1] - offloaded.first for row in lost}
-        layer = offloaded.layers[layer_name]
-        if fetch.rows is None:
-            layer.clear([fetch.wanted[row][1] for row in lost])
-            self.counts["fetched"] += len(fetch.wanted) - len(lost)
-            return not lost
-        keep = set(chosen)
-        rows = [row for row, (_, place) in enumerate(fetch.wanted) if row not in lost and place in keep]
-        if rows:
-            places = [fetch.wanted[row][1] for row in rows]
-            slots = layer.assign(places, chosen, len(offloaded.resident))
-            data = fetch.rows if len(rows) == len(fetch.wanted) else fetch.rows[rows]
-            self._known_copies.write(self._places[layer_name], [offloaded.resident[slot] for slot in slots], data)
-            self.counts["fetched"] += len(rows)
+            places = [fetch.wanted[row][1] for row in lost]
+            offloaded.lost |= {place - offloaded.first for place in places}
+            offloaded.layers[layer_name].clear(places)
+        rows = [row for row in range(len(fetch.wanted)) if row not in lost]
+        if fetch.rows is not None and rows:
+            data = fetch.rows[rows] if lost else fetch.rows
+            self._known_copies.write(self._places[layer_name], [blocks[row] for row in rows], data)
+        self.counts["fetched"] += len(rows)
         return not lost
 
     def _copy_out(self, engine: str, released: Released) -> None:
@@ -476,16 +344,12 @@ class OffloadedReader:
     def _drop(self, admissions: Sequence[int]) -> None:
         ended = set(admissions)
         for request_id in [r for r, offloaded in self._offloaded.items() if offloaded.admission in ended]:
-            offloaded = self._offloaded.pop(request_id)
-            for layer in offloaded.layers.values():
-                self._abandon(layer)
-            self._opened.drop(_admitted(offloaded))
+            self._opened.drop(_admitted(self._offloaded.pop(request_id)))
 
-    def _abandon(self, layer: ResidentLayer) -> None:
-        """Discard a load that was started ahead."""
-        ahead, layer.ahead = layer.ahead, None
-        if ahead is not None and ahead[1] is not None:
-            self._opened.abandon(ahead[1])
+    @property
+    def _budget(self) -> int:
+        """The blocks between sinks and window that a token reads."""
+        return self._options.token_budget // self._size
 
     @property
     def _size(self) -> int:

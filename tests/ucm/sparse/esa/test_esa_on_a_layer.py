@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -53,10 +52,8 @@ class Case:
         real: RealLayer,
         directory: Path,
         resident: list[int],
-        retrieval: str,
         budget: int,
         tier: str = "Posix",
-        prefill: str = "window",
     ) -> None:
         self.real, self.resident = real, resident
         self._source = torch.Generator().manual_seed(len(resident))
@@ -66,8 +63,8 @@ class Case:
         store = {"pipeline": tier, "directories": [str(directory)]}
         if tier == "Dram":
             store = {"pipeline": tier, "dram_directory": str(directory), "dram_capacity": "16MiB"}
-        options = {"retrieval": retrieval, "store": store, "token_budget": budget * SIZE, "window_tokens": WINDOW}
-        self.method = Tiles(real.config, Role.WORKER, {**options, "prefill": prefill})
+        options = {"store": store, "token_budget": budget * SIZE, "window_tokens": WINDOW}
+        self.method = Tiles(real.config, Role.WORKER, options)
         self.method.attention = real.view
         self.method.worker_started()
         self.method.reader.caches[NAME] = real.kv_cache  # as the step of its admission has left it
@@ -79,42 +76,33 @@ class Case:
     def draw(self, tokens: int, heads: int) -> torch.Tensor:
         return torch.randn((tokens, heads, HEAD), generator=self._source).to(self.real.kv_cache.dtype)
 
-    def run(self, new: int) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        """Run a step of this many tokens; return their queries, the attention's output, and the blocks that each read.
-
-        Several tokens are the end of a longer prompt, as in a session's next turn; one token is a decode.
-        """
-        self.keys = torch.cat((self.keys, self.draw(new, KV_HEADS)))
-        self.values = torch.cat((self.values, self.draw(new, KV_HEADS)))
-        before = len(self.keys) - new
+    def run(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Run a decode step; return its query, the attention's output, and the blocks that it read."""
+        self.keys = torch.cat((self.keys, self.draw(1, KV_HEADS)))
+        self.values = torch.cat((self.values, self.draw(1, KV_HEADS)))
+        before = len(self.keys) - 1
         self._write(before)
-        query = self.draw(new, HEADS)
+        query = self.draw(1, HEADS)
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=None))
-        self.method.reader.begin(step(("0", before, new, TOKENS if new == 1 else len(self.keys))))
-        dense = self.real.metadata([BLOCKS], [len(self.keys)], [new])
+        self.method.reader.begin(step(("0", before, 1, TOKENS)))
+        dense = self.real.metadata([BLOCKS], [len(self.keys)], [1])
         key, value = self.keys[before:], self.values[before:]
         used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
         output = self.real.attend(query, used)
-        self.method.attention_finished(NAME, query, self.real.kv_cache, used, output)
         self.method.execute_finished(None, None, None)
-        spread = [end - begin for begin, end in pairwise(used.query_start_loc.tolist())]
         holds = self.method.reader._offloaded["0"].layers[NAME]._holds
         content = dict(zip(self.resident, holds, strict=False))
-        places: list[list[int]] = []
-        for row, length, count in zip(used.block_table.tolist(), used.seq_lens.tolist(), spread, strict=True):
-            held = [(content.get(block), block) for block in row[: -(-length // SIZE)]]
-            places += [[BLOCKS.index(block) if place is None else place for place, block in held]] * count
-        return query, output, places
+        held = used.block_table[0, : -(-int(used.seq_lens[0]) // SIZE)].tolist()
+        places = [(content.get(block), block) for block in held]
+        return query, output, [BLOCKS.index(block) if place is None else place for place, block in places]
 
-    def check(self, new: int) -> list[int]:
-        """Check that a step's output is the attention over the blocks it read; return the last token's blocks."""
-        query, output, of_tokens = self.run(new)
-        for at, places in enumerate(of_tokens):
-            assert places == sorted(set(places))
-            known = len(self.keys) - new + at + 1
-            read = [p for block in places for p in range(block * SIZE, min(known, (block + 1) * SIZE))]
-            assert_close(output[at : at + 1], reference(query[at : at + 1], self.keys[read], self.values[read]))
-        return of_tokens[-1]
+    def check(self) -> list[int]:
+        """Check that a step's output is the attention over the blocks that it read; return these."""
+        query, output, places = self.run()
+        assert places == sorted(set(places))
+        read = [p for block in places for p in range(block * SIZE, min(len(self.keys), (block + 1) * SIZE))]
+        assert_close(output, reference(query, self.keys[read], self.values[read]))
+        return places
 
     @property
     def offloaded(self) -> range:
@@ -139,24 +127,19 @@ class Case:
         self.real.write(self.draw(len(slots), KV_HEADS), self.draw(len(slots), KV_HEADS), slots)
 
 
-@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
-def test_with_room_for_all_everything_is_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
-    case = Case(real, tmp_path / "store", [30, 3, 25, 4, 39], retrieval, 20)
-    for new in (1, 7, 1, 20, 1):
-        assert case.check(new) == list(range(-(-len(case.keys) // SIZE)))
+def test_with_room_for_all_everything_is_read(real: RealLayer, tmp_path: Path) -> None:
+    case = Case(real, tmp_path / "store", [30, 3, 25, 4, 39], 20)
+    for _ in range(30):
+        assert case.check() == list(range(-(-len(case.keys) // SIZE)))
 
 
-@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
-def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
-    two_are_read(Case(real, tmp_path / "store", [3, 20], retrieval, 2))
+def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path) -> None:
+    two_are_read(Case(real, tmp_path / "store", [3, 20], 2))
 
 
-@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
-def test_blocks_from_memory_are_read_where_they_were_loaded(
-    real: RealLayer, retrieval: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_from_memory_are_read_where_they_were_loaded(real: RealLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_memory() as root:
-        case = Case(real, root / "store", [3, 20], retrieval, 2, "Dram")
+        case = Case(real, root / "store", [3, 20], 2, "Dram")
         opened, in_place = case.method.reader._opened, []
         wait = opened.wait
 
@@ -166,17 +149,16 @@ def test_blocks_from_memory_are_read_where_they_were_loaded(
 
         monkeypatch.setattr(opened, "wait", waited)
         two_are_read(case)
-        assert True in in_place
-        assert (False in in_place) == (retrieval == "ahead")
+        assert set(in_place) == {True}
         opened._end()
 
 
 def two_are_read(case: Case) -> None:
     seen = set()
-    for at, new in enumerate((1, 6, *[1] * 20)):
+    for at in range(28):
         if at == 3:
             case.saved()
-        places = case.check(new)
+        places = case.check()
         offloaded = [place for place in places if place in case.offloaded]
         assert len(offloaded) == 2
         seen.update(offloaded)
@@ -189,7 +171,7 @@ def test_a_token_that_a_query_looks_for_is_read(
     real: RealLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One head of six attends to one token of the offloaded context; the others attend to nothing in particular."""
-    case = Case(real, tmp_path / "store", [3], "exact", 1)
+    case = Case(real, tmp_path / "store", [3], 1)
     wanted = 3 * case.keys[(FIRST + 3) * SIZE + 9, 1]
     draw = case.draw
 
@@ -200,15 +182,4 @@ def test_a_token_that_a_query_looks_for_is_read(
         return found
 
     monkeypatch.setattr(case, "draw", drawn)
-    assert FIRST + 3 in case.check(1)
-
-
-def test_the_first_token_of_a_turn_chooses_for_itself(real: RealLayer, tmp_path: Path) -> None:
-    """It does not read the blocks that the last token of the previous turn selected."""
-    chosen: dict[str, list[list[int]]] = {}
-    for retrieval in ("exact", "ahead"):
-        case = Case(real, tmp_path / retrieval, [3, 20], retrieval, 2)
-        turns = [case.check(new) for new in (6, *[1] * 12, 5, *[1] * 12, 9)]
-        chosen[retrieval] = [turns[0], turns[13], turns[26]]
-        assert len({tuple(of) for of in turns}) > 3
-    assert chosen["ahead"] == chosen["exact"]
+    assert FIRST + 3 in case.check()

@@ -50,8 +50,6 @@ def test_a_store_is_written_as_the_connector_s() -> None:
         ({"token_budget": 0}, "token_budget: 0"),
         ({"token_budget": "64"}, "token_budget"),
         ({"budget": 64}, "ESA has no option 'budget'"),
-        ({"retrieval": "later"}, "`exact` or `ahead`"),
-        ({"prefill": "dens"}, "did you mean 'dense'? prefill: `window` or `dense`"),
         ({"store": {"pipeline": "Posix"}}, "needs a directory"),
         ({"store": {"pipeline": "Nothing"}}, "there is no such store"),
         ({"store": 3}, "ucm_sparse_config.ESA.store"),

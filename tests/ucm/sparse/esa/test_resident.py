@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_inside.py runs these beside it")
 
+import numpy as np
 import torch
 
 from tests.ucm.sparse.steps import step
@@ -35,9 +36,6 @@ def test_resident_blocks_hold_what_is_chosen_and_change_no_more_than_they_must()
         assert max(content, default=0) < max(1, size)
 
 
-WINDOW = SinksAndWindow(3, 10, tile=8)
-
-
 def test_a_resident_block_whose_load_failed_holds_nothing() -> None:
     layer = ResidentLayer()
     assert layer.assign([5, 6, 7], [5, 6, 7], 3) == [0, 1, 2]
@@ -46,46 +44,24 @@ def test_a_resident_block_whose_load_failed_holds_nothing() -> None:
     assert layer.assign([8], [5, 7, 8], 3) == [1]
 
 
-def test_what_a_token_reads_is_a_matter_of_its_position_and_of_the_prompt() -> None:
-    """Rows: a decode within the budget, one beyond it, a prompt's last chunk, one before, a preempted request's."""
-    batch = step(("fits", 40, 1, 9), ("a", 60, 1, 30), ("last", 30, 40, 70), ("chunk", 50, 9, 90), ("back", 58, 2, 60))
-    found = reading(batch, WINDOW, 6, BLOCK)
-    by_piece = zip(found.pieces.rows, found.pieces.begins, found.pieces.ends, found.skipped, strict=True)
-    rows: list[list[tuple[int, ...]]] = [[], [], [], [], []]
-    for row, *of_piece in by_piece:
-        rows[row].append(tuple(of_piece))
-    assert rows[0] == [(40, 41, 0)]
-    assert rows[1] == [(60, 61, 0)]
-    assert [skipped for *_, skipped in rows[2]] == [0, 0, 0, 8, 10, 12, 0]
-    assert rows[2][-1] == (69, 70, 0)
-    assert rows[3] == [(50, 56, 8), (56, 59, 10)]
-    assert [(begin, end) for begin, end, _ in rows[4]] == [(58, 59), (59, 60)]
-    lasts = found.pieces.lasts
-    assert found.choosing == {int(lasts[row]): WINDOW.skipped_by(p, 0, BLOCK) for row, p in ((1, 60), (2, 69), (4, 59))}
-    with pytest.raises(SparseMethodError, match="several tokens of an answer"):
-        reading(step(("back", 58, 3, 60)), WINDOW, 6, BLOCK)
-
-
-def test_tokens_of_a_dense_prompt_read_everything_and_the_first_generated_one_chooses() -> None:
-    """Rows: a prompt's last chunk, the first generated token, a preempted request's prompt, one generated within."""
-    batch = step(("last", 30, 40, 70), ("first", 70, 1, 70), ("again", 0, 65, 70), ("within", 34, 1, 30))
+def test_tokens_of_a_prompt_read_everything_and_generated_ones_beyond_the_budget_choose() -> None:
+    """Rows: a prompt's last chunk, the first generated token, a preempted request's prompt, within, freed within."""
+    rows = ("last", 30, 40, 70), ("first", 70, 1, 70), ("again", 0, 65, 70), ("within", 34, 1, 30), ("freed", 34, 1, 30)
     window = SinksAndWindow(3, 10, dense_prefill=True, tile=8)
-    found = reading(batch, window, 6, BLOCK)
-    assert found.pieces.whole
-    assert found.skipped.tolist() == [0, 0, 0, 0]
-    assert found.choosing == {1: window.skipped_by(70, 70, BLOCK)}
+    found = reading(step(*rows), window, 6, np.array([0, 0, 0, 0, 2]), BLOCK)
+    assert found.tolist() == [0, window.skipped(70, 70, BLOCK), 0, 0, window.skipped(34, 30, BLOCK)]
+    assert found[4] > 0
+    assert reading(step(("back", 34, 3, 30)), window, 6, np.array([0]), BLOCK).tolist() == [0]
+    with pytest.raises(SparseMethodError, match="several tokens of an answer"):
+        reading(step(("back", 58, 3, 30)), window, 6, np.array([0]), BLOCK)
 
 
 def test_tables_name_sinks_chosen_and_latest_blocks() -> None:
     # Rows: one reads everything; one chooses two of its eight blocks; one loads all of its three released blocks.
-    batch = step(("a", 9, 1, 9), ("b", 52, 1, 40), ("c", 29, 1, 20))
-    found = reading(batch, SinksAndWindow(4, 16, tile=1), 2, BLOCK)
-    assert found.choosing == {1: 8}
     table = torch.arange(100, 100 + 3 * 16, dtype=torch.int32).view(3, 16)
-    tables = OffloadedTables(found, [Listed(1, 8, 2), Listed(2, 3, 3)], table, 1, BLOCK)
+    tables = OffloadedTables(np.array([10, 53, 30]), [Listed(1, 8, 2), Listed(2, 3, 3)], table, 1, BLOCK)
     assert tables.seq_lens.tolist() == [10, 53 - 6 * BLOCK, 30]
     assert tables.max_seq_len == 30
-    assert tables.split is None
     made = tables.naming([2, 8, 1, 2, 3], [7, -1, 3, 2, 4])
     assert made.dtype == torch.int32
     assert made[0, :3].tolist() == [100, 101, 102]

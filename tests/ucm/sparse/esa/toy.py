@@ -243,7 +243,6 @@ class Device:
                 if ids[row] in alive:
                     self._check(layer, ids[row], starts[row] + at, starts[row] + tokens.stop, kv)
                 hidden[row][tokens] = self.model.attend(layer, before[row][tokens], queries[row][tokens], kv)
-            self.method.attention_finished(name, together, self.caches[name], used, together)
         self.method.execute_finished(None, NOTHING, None)
         return hidden
 

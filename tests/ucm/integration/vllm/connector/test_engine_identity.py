@@ -20,6 +20,7 @@ from ucm.hashing.model_identity import namespace
 from ucm.integration.vllm.connector import identity
 from ucm.integration.vllm.connector.identity import engine_identity
 from ucm.integration.vllm.connector.kv_cache import CacheGroups, cache_groups
+from ucm.sparse.esa.method import ESA
 from ucm.sparse.sink_window import SinkWindow, SinkWindowOptions
 
 if TYPE_CHECKING:
@@ -71,14 +72,15 @@ def test_a_key_that_cannot_be_used_is_refused_where_it_stands(tmp_path: Path) ->
 
 def test_the_options_of_a_sparse_method_are_part_of_it(tmp_path: Path) -> None:
     model = write_model(tmp_path / "llama")
-    options = [{"token_budget": n, "prefill": "window"} for n in (256, 512)]
-    names = [named(model, tmp_path, ucm_sparse_config={"ESA": of}) for of in options]
+    options = [{"window_tokens": n} for n in (256, 512)]
+    names = [named(model, tmp_path, ucm_sparse_config={"SinkWindow": of}) for of in options]
     assert len({named(model, tmp_path), *names}) == 3
 
 
 def test_it_is_the_same_wherever_the_method_is_configured(tmp_path: Path) -> None:
     """Our hooks copy the setting to the other place, in some processes before the namespace is computed."""
-    model, method = write_model(tmp_path / "llama"), {"ucm_sparse_config": {"ESA": {"prefill": "window"}}}
+    model = write_model(tmp_path / "llama")
+    method: dict[str, Any] = {"ucm_sparse_config": {"SinkWindow": {}}}
     names = {named(model, tmp_path, method), named(model, tmp_path, **method), named(model, tmp_path, method, **method)}
     assert len(names) == 1
     assert named(model, tmp_path, {**method, "of others": 1}) not in names
@@ -101,19 +103,15 @@ def test_what_shapes_distances_is_part_of_it(tmp_path: Path) -> None:
 
 
 def test_where_a_method_keeps_the_middle_of_contexts_is_not_part_of_it(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "llama")
     stores = [{"pipeline": "Posix", "directories": [str(tmp_path / name)]} for name in ("a", "b")]
-    methods = [{"ESA": {"prefill": "window", "store": store}} for store in stores]
-    assert len({named(model, tmp_path, ucm_sparse_config=method) for method in methods}) == 1
+    assert ESA.identity({"store": stores[0]}) == ESA.identity({"store": stores[1]})
+    assert ESA.identity({"token_budget": 16}) != ESA.identity({})
 
 
 def test_a_methods_name_and_its_defaults_make_no_difference(tmp_path: Path) -> None:
     model = write_model(tmp_path / "llama")
-    options: list[dict[str, Any]] = [{"ESA": {}}, {"BlockRetrieval": {}}, {"ESA": {"token_budget": 2048}}]
-    methods = [{name: {**given, "prefill": "window"}} for of in options for name, given in of.items()]
+    methods: list[dict[str, Any]] = [{"SinkWindow": {}}, {"StreamingLLM": {"prefill": "window"}}]
     assert len({named(model, tmp_path, ucm_sparse_config=method) for method in methods}) == 1
-    windows: list[dict[str, Any]] = [{"SinkWindow": {}}, {"StreamingLLM": {"prefill": "window"}}]
-    assert len({named(model, tmp_path, ucm_sparse_config=method) for method in windows}) == 1
 
 
 def test_a_changed_default_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

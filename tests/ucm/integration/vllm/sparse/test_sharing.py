@@ -41,7 +41,6 @@ CHANGING: list[dict[str, Any]] = [
     {"LeakyReRoPE": {"window": 64, "leak": 4.0}},
     {"SinkWindow": {}},
     {"SinkWindow": {"window_tokens": 64}},
-    {"ESA": {"prefill": "window"}},
     {"ucm.sparse.base:SparseMethod": {}},  # one of others, of which nothing is known
 ]
 DENSE_PROMPTS: list[dict[str, Any]] = [
