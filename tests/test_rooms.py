@@ -71,7 +71,7 @@ PROBES = {
     "ucm/store": 9,
     "ucm/config": 2,
     # Names that are chosen at run time: fields of metadata, hooks of a method, torch's module of a device.
-    "ucm/integration/vllm": 19,
+    "ucm/integration/vllm": 20,
 }
 
 

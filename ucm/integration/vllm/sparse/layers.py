@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.attention import BlockCopies, HeadLayout, QuerySplit, Span
+    from ucm.sparse.attention import BlockCopies
     from ucm.store.base import Buffer
 
 #: vLLM's class of rotary embeddings whose angles are multiples of the position.
@@ -54,6 +54,10 @@ NORM_BEHIND = re.compile(rf"\.{ATTRIBUTE}\((?:(?!\.attn\().)*?\b(?:q|k|query|key
 #: The positions at which a table is compared with its formula, and the largest deviation by rounding.
 CHECKED, TOLERANCE = 2048, 2**-6
 ELSEWHERE = "serve this model without this method"
+
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class Rotaries:
@@ -180,13 +184,44 @@ class Backend(AttentionOf[Any], Protocol):
 class PartsBackend(Backend, PartsOf[Any], Protocol):
     """A backend whose caches hold the keys and values of each KV head; `require_parts` is about the backend alone."""
 
-    def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """See `AttentionLayers.write`."""
+    def write(self, layer: Any, /, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write tokens to a layer's cache.
+
+        Args:
+            layer: The layer.
+            kv_cache: Its cache.
+            keys: ``[n, num_kv_heads, head_size]``, rotated.
+            values: Like ``keys``.
+            slots: ``[n]``, int64: their slots in the cache.
+        """
         ...
 
-    def require_write(self, layer: Any) -> None:
-        """Refuse a layer whose cache `write` cannot write."""
+    def require_write(self, layer: Any, /) -> None:
+        """Check that tokens can be written to a layer's cache.
+
+        Raises:
+            SparseMethodError: If its backend can write them only within its attention.
+        """
         ...
+
+
+def _of_backend(
+    method: Callable[Concatenate[Any, Any, P], Result],
+) -> Callable[Concatenate[AttentionLayers, str, P], Result]:
+    """Return a method that asks a layer's backend, with the layer's name in the place of the layer.
+
+    It refuses a layer that is not supported, or whose backend does not have the method: latent attention has no parts.
+    """
+
+    def ask(layers: AttentionLayers, layer_name: str, /, *given: P.args, **named: P.kwargs) -> Result:
+        layer, backend = layers._layer(layer_name)  # noqa: SLF001 - a method of it
+        of_backend = getattr(backend, method.__name__, None)
+        if of_backend is None:
+            raise requirements.latent_attention(f"layer {layer_name}")
+        result: Result = of_backend(layer, *given, **named)
+        return result
+
+    return ask
 
 
 class AttentionLayers:
@@ -256,15 +291,18 @@ class AttentionLayers:
         bound: Tensor | None = bound_kv_cache(self._layer(layer_name)[0])
         return bound
 
-    def block_size(self, layer_name: str, kv_cache: Tensor) -> int:
-        """See `AttentionView.block_size`."""
-        layer, backend = self._layer(layer_name)
-        return backend.block_size(layer, kv_cache)
-
-    def num_blocks(self, layer_name: str, kv_cache: Tensor) -> int:
-        """See `AttentionView.num_blocks`."""
-        layer, backend = self._layer(layer_name)
-        return backend.num_blocks(layer, kv_cache)
+    block_size = _of_backend(Backend.block_size)
+    num_blocks = _of_backend(Backend.num_blocks)
+    restricted = _of_backend(Backend.restricted)
+    read_keys = _of_backend(Backend.read_keys)
+    keys_in_place = _of_backend(Backend.keys_in_place)
+    head_layout = _of_backend(PartsBackend.head_layout)
+    read = _of_backend(PartsBackend.read)
+    attend = _of_backend(PartsBackend.attend)
+    attend_window = _of_backend(PartsBackend.attend_window)
+    require_write = _of_backend(PartsBackend.require_write)
+    write = _of_backend(PartsBackend.write)
+    _require_parts = _of_backend(PartsBackend.require_parts)
 
     def block_table(self, attn_metadata: Any) -> Tensor:
         """See `AttentionView.block_table`."""
@@ -284,35 +322,11 @@ class AttentionLayers:
             return query, key
         return backend.scored(layer, query, key, value, attn_metadata)
 
-    def restricted(
-        self,
-        layer_name: str,
-        attn_metadata: Any,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        max_seq_len: int,
-        split: QuerySplit | None = None,
-    ) -> Any:
-        """See `AttentionView.restricted`."""
-        layer, backend = self._layer(layer_name)
-        return backend.restricted(layer, attn_metadata, block_table, seq_lens, max_seq_len, split)
-
-    def read_keys(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """See `AttentionView.read_keys`."""
-        layer, backend = self._layer(layer_name)
-        return backend.read_keys(layer, kv_cache, block_ids)
-
-    def keys_in_place(self, layer_name: str, kv_cache: Tensor) -> Tensor | None:
-        """See `AttentionView.keys_in_place`."""
-        layer, backend = self._layer(layer_name)
-        return backend.keys_in_place(layer, kv_cache)
-
     def require_parts(self, layer_name: str) -> None:
-        """See `PartsView.require_parts`."""
+        """See `PartsOf.require_parts`."""
         self.require(layer_name, reads_keys=True)
-        layer, backend = self._with_parts(layer_name)
-        requirements.require_plain_scores(layer_name, layer)
-        backend.require_parts(layer)
+        self._require_parts(layer_name)
+        requirements.require_plain_scores(layer_name, self._layer(layer_name)[0])
 
     def rotary(self, layer_name: str) -> Rotary:
         """See `PartsView.rotary`."""
@@ -320,58 +334,6 @@ class AttentionLayers:
         if self._rotaries is None:
             self._rotaries = Rotaries(self._runner, self._config.model_config)
         return self._rotaries.of(layer_name, layer)
-
-    def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
-        """See `PartsView.head_layout`."""
-        layer, backend = self._with_parts(layer_name)
-        return backend.head_layout(layer, kv_cache)
-
-    def read(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PartsView.read`."""
-        layer, backend = self._with_parts(layer_name)
-        return backend.read(layer, kv_cache, block_ids)
-
-    def attend(
-        self, layer_name: str, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See `PartsView.attend`."""
-        layer, backend = self._with_parts(layer_name)
-        return backend.attend(layer, query, keys, values, spans, causal=causal)
-
-    def attend_window(
-        self,
-        layer_name: str,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        spans: Sequence[Span],
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
-        """See `PartsView.attend_window`."""
-        layer, backend = self._with_parts(layer_name)
-        return backend.attend_window(layer, query, kv_cache, block_table, spans, window)
-
-    def require_write(self, layer_name: str) -> None:
-        """Check that tokens can be written to a layer's cache.
-
-        Raises:
-            SparseMethodError: If its backend can write them only within its attention.
-        """
-        layer, backend = self._with_parts(layer_name)
-        backend.require_write(layer)
-
-    def write(self, layer_name: str, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write tokens to a layer's cache.
-
-        Args:
-            layer_name: The layer's prefix in the model.
-            kv_cache: Its cache.
-            keys: ``[n, num_kv_heads, head_size]``, rotated.
-            values: Like ``keys``.
-            slots: ``[n]``, int64: their slots in the cache.
-        """
-        layer, backend = self._with_parts(layer_name)
-        backend.write(layer, kv_cache, keys, values, slots)
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
         """See `CopyingView.block_copies`."""
@@ -396,17 +358,6 @@ class AttentionLayers:
                 )
             found = self._found[layer_name] = layer, backend
         return found
-
-    def _with_parts(self, layer_name: str) -> tuple[Any, PartsBackend]:
-        """Return a layer whose cache holds the keys and values of each KV head, and its backend.
-
-        Raises:
-            SparseMethodError: If the layer is not supported, or its attention is latent.
-        """
-        layer, backend = self._layer(layer_name)
-        if isinstance(backend, LatentBackend):
-            raise requirements.latent_attention(f"layer {layer_name}")
-        return layer, cast("PartsBackend", backend)
 
 
 class RawBlocks:
