@@ -407,6 +407,15 @@ class SparseMethod:
         """The model has run. On the V2 runner ``model_output`` is None, because the runner keeps it."""
 
 
+def not_asked(name: str) -> SparseMethodError:
+    """Return the error of a step in which no layer asked a method what to read."""
+    return SparseMethodError(
+        f"{name} was not asked by any layer of this step, which read everything, or blocks that are freed",
+        where="the attention hooks of this worker",
+        fix="unset UCM_DISABLE_ATTENTION_PATCH, leave out full CUDA graphs; `ucm doctor --run` shows which hooks fire",
+    )
+
+
 def require_hooks(name: str, groups: Iterable[str]) -> None:
     """Refuse to run a method without its hooks.
 

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.rotary import turned
 from ucm.sparse.attention import Merged, Span
-from ucm.sparse.base import SparseMethod, require_hooks
+from ucm.sparse.base import SparseMethod, not_asked, require_hooks
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
@@ -412,11 +411,7 @@ class ReRoPE(SparseMethod):
         if step is None:
             return
         if not self._asked:
-            raise SparseMethodError(
-                f"{self._name} was not asked by any layer of this step: its attention was dense",
-                where="the attention hooks of this worker",
-                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
-            )
+            raise not_asked(self._name)
         self.counts["steps"] += 1
         self.counts["rows"] += len(step.pieces.rows)
         self.counts["tokens"] += len(step)

@@ -23,10 +23,10 @@ import numpy as np
 from pydantic import Field
 
 from ucm.compat import optional
-from ucm.errors import ConfigError, SparseMethodError
+from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
-from ucm.sparse.base import require_hooks
+from ucm.sparse.base import not_asked, require_hooks
 from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT, RequestOutcomes
@@ -181,11 +181,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self._replaced.clear()
         self._batch, self._skips = None, False
         if unasked:
-            raise SparseMethodError(
-                "no layer of a step asked what to read: the step may have read released blocks",
-                where="the hook attention_begin",
-                fix="`ucm doctor --run` shows which hooks fire; serve without ucm_sparse_config until they do",
-            )
+            raise not_asked(type(self).__name__)
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`; all layers read the same, so tokens are those of one."""

@@ -12,6 +12,7 @@ import numpy as np
 from ucm.clock import SYSTEM
 from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
+from ucm.sparse.base import not_asked
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import tell_loss
 from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, reading
@@ -173,11 +174,7 @@ class OffloadedReader:
     def finish(self) -> None:
         """Raise if no layer called the method in this step, because the step was then not restricted."""
         if self._rows and self._tables is None:
-            raise SparseMethodError(
-                "ESA was not asked by any layer of this step: released blocks were read",
-                where="the attention hooks of this worker",
-                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
-            )
+            raise not_asked("ESA")
         self._tables, self._rows = None, []
         if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
             get_logger(__name__).info("[UCM.Sparse] %s", self.summary())

@@ -106,7 +106,7 @@ class KeyCodes:
         self._means = keys.new_empty((num_kv_heads, num_blocks, head_size), dtype=torch.bfloat16)
         self.size = 0
         whole = block_size % LANES == 0 and head_size % LANES == 0  # vLLM's on a CPU are
-        self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" and whole else None
+        self._kernel = for_engine(SLOWLY, lambda: cpu_kernel(words)) if keys.device.type == "cpu" and whole else None
 
     @property
     def nbytes(self) -> int:
@@ -230,36 +230,26 @@ class KeyCodes:
         """Return the Triton kernel that scores blocks for this many query heads; see `ucm.sparse.topk.kernels`."""
         from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
 
-        heads, _, words, size = self._codes.shape
-        head_size, group = self._means.shape[2], num_heads // heads
-        heads_and_channels = {
-            "GROUP": group,
-            "GROUP_P": max(16, power_of_two(group)),
-            "HEAD": head_size,
-            "HEAD_P": max(16, power_of_two(head_size)),
-        }
-        sizes = {"WORDS": words, "WORDS_P": power_of_two(words), "SIZE": size, "TILE": max(1, 128 // size)}
-        constants = {**heads_and_channels, **sizes, "num_warps": 8}
-        return TritonKernel(kernels.score_codes, heads, (self._codes, self._scales, self._means, self._turn), constants)
+        heads, size = len(self._codes), self._codes.shape[3]
+        group = num_heads // heads
+        own = {"GROUP": group, "GROUP_P": max(16, power_of_two(group)), "TILE": max(1, 128 // size)}
+        return TritonKernel(kernels.score_codes, heads, (*self._stored(), self._turn), own | self._constants())
 
     def making_kernel(self) -> TritonKernel:
         """Return the Triton kernel that makes codes; see `ucm.sparse.topk.kernels`."""
         from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
 
-        heads, _, words, size = self._codes.shape
-        head_size = self._means.shape[2]
-        constants = {
-            "SIZE": size,
-            "SIZE_P": power_of_two(size),
-            "HEAD": head_size,
-            "HEAD_P": max(16, power_of_two(head_size)),
-            "WORDS": words,
-            "WORDS_P": power_of_two(words),
-            "num_warps": 8,
-        }
-        tensors = (self._codes, self._scales, self._means, self._turn)
+        heads, size = len(self._codes), self._codes.shape[3]
+        constants = {**self._constants(), "SIZE_P": power_of_two(size)}
         parts = -(-size // kernels.TOKENS.value)
-        return TritonKernel(kernels.make_codes, heads, tensors, constants, parts)
+        return TritonKernel(kernels.make_codes, heads, (*self._stored(), self._turn), constants, parts)
+
+    def _constants(self) -> dict[str, int]:
+        """Return the constants of both kernels."""
+        _, _, words, size = self._codes.shape
+        head = self._means.shape[2]
+        sizes = {"SIZE": size, "HEAD": head, "HEAD_P": max(16, power_of_two(head))}
+        return {**sizes, "WORDS": words, "WORDS_P": power_of_two(words), "num_warps": 8}
 
 
 def power_of_two(number: int) -> int:
@@ -316,11 +306,6 @@ QUERY_BITS = 4
 TOP = (1 << QUERY_BITS) - 1
 #: The least greatest channel of a query, so that a query of zeros has levels.
 LEAST = 1e-20
-
-
-def kernel_for_engine(words: int) -> Kernel | None:
-    """Return `cpu_kernel` if `for_engine` allows it, else None."""
-    return for_engine(SLOWLY, lambda: cpu_kernel(words))
 
 
 @functools.cache

@@ -9,8 +9,9 @@ the number of blocks that the row has, and that it reads (the same for a dense r
 step's tokens; and the index of its first candidate among those of all rows.
 """
 
-# Arguments of kernels have no types and are given by place; compile-time constants are upper case.
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917
+# Arguments of kernels have no types and are given by place; compile-time constants are upper case. An argument is
+# documented once: ``_P`` is the next power of two of a constant.
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR0913, PLR0917
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return"
 
 from __future__ import annotations
@@ -51,21 +52,8 @@ def make_codes(
     Args:
         keys: ``[num_blocks, block_size, num_kv_heads, head_size]``, of any floating dtype.
         block_ids: ``[blocks to make]``, int64.
-        codes: See `score_codes`; output, like ``scales`` and ``means``.
-        scales: See there.
-        means: See there.
-        turn: See there.
-        num_blocks: The blocks of the cache.
-        of_block: The stride of a block of ``keys``.
-        of_token: The stride of a token.
-        of_head: The stride of a KV head.
-        of_channel: The stride of a channel.
-        SIZE: The tokens of a block; ``SIZE_P`` is the next power of two.
-        SIZE_P: See there.
-        HEAD: The head size; ``HEAD_P`` is the next power of two.
-        HEAD_P: See there.
-        WORDS: See `score_codes`.
-        WORDS_P: See there.
+        codes: See `score_codes`, also for ``turn`` and the constants; output, like ``scales`` and ``means``.
+        of_block: The stride of a block of ``keys``; the others likewise of a token, a KV head and a channel.
     """
     block, kv_head = tl.load(block_ids + tl.program_id(0)), tl.program_id(1).to(tl.int64)
     everyone, tokens = tl.arange(0, SIZE_P), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
@@ -131,16 +119,10 @@ def score_codes(
         recent: The number of last blocks that are not candidates.
         num_blocks: The blocks of the cache.
         candidates: The row stride of ``scores``.
-        query_row: See ``query``.
-        table_row: See ``block_table``.
         scale: The attention's scale.
-        GROUP: The query heads of a KV head; ``GROUP_P`` is a power of two, at least 16, the least side of a matrix for
-            the tensor cores.
-        GROUP_P: See there.
-        HEAD: The head size; ``HEAD_P`` is the next power of two.
-        HEAD_P: See there.
-        WORDS: The words of a code; ``WORDS_P`` is the next power of two.
-        WORDS_P: See there.
+        GROUP: The query heads of a KV head; ``GROUP_P`` is at least 16, the least side of a tensor core's matrix.
+        HEAD: The head size.
+        WORDS: The words of a code.
         SIZE: The tokens of a block.
         TILE: The blocks that are scored at once.
     """
@@ -256,15 +238,9 @@ def choose(block_table, plan, shares, table, rows, sinks, recent, source_row, ta
     the next layer.
 
     Args:
-        block_table: See `score_codes`; ``source_row`` is the stride of a row.
-        plan: See the module.
+        block_table: See `score_codes`, also for other arguments; ``source_row`` is the stride of a row.
         shares: ``[candidates]``, int64.
         table: ``[rows, max_blocks]``, int32, output; ``table_row`` is the stride of a row.
-        rows: See `score_codes`, also for ``sinks`` and ``recent``.
-        sinks: See there.
-        recent: See there.
-        source_row: See ``block_table``.
-        table_row: See ``table``.
     """
     row = tl.program_id(0)
     blocks, total, offset = tl.load(plan + row), tl.load(plan + rows + row), tl.load(plan + 3 * rows + row)

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -26,8 +26,8 @@ from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, SparseMethod, require_hooks
-from ucm.sparse.blocks import keep_apart
+from ucm.sparse.base import Role, SparseMethod, not_asked, require_hooks
+from ucm.sparse.blocks import NEEDED, keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
 from ucm.sparse.topk.codes import KeyCodes, power_of_two
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables
 
-#: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
-NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
 #: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
 #: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
 WORTHWHILE = 6_144
@@ -76,7 +74,6 @@ class BlockTopKOptions(MethodOptions):
         recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
         dense_layers: The number of first layers that read everything.
         dense_last_layers: The number of last layers that read everything.
-        selector: How blocks are ranked: by ``codes`` of each key, the only way.
         sample_every: One in so many choices, each of a layer in a step, is measured; see `ucm.sparse.topk.samples`.
     """
 
@@ -88,7 +85,6 @@ class BlockTopKOptions(MethodOptions):
     recent_tokens: int = tokens(64, at_least=0)
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
     dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
-    selector: Literal["codes"] = Field(default="codes", description="`codes`, the only one; leave it out")
     sample_every: int = Field(default=EVERY, ge=1, description="a number of choices, 1 or more")
 
 
@@ -110,7 +106,7 @@ class BlockTopK(SparseMethod):
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
-    needed_hooks: ClassVar[tuple[str, ...]] = NEEDED
+    needed_hooks: ClassVar[tuple[str, ...]] = NEEDED  # the scheduler's keep generated blocks from prompt hits
     serves_latent = True
     serves_drafts = True
     serves_hybrids = True
@@ -363,11 +359,7 @@ class BlockTopK(SparseMethod):
         plan, self._plan, batch, self._batch = self._plan, None, self._batch, None
         self._completed, self._completed_ids = (), None
         if batch is not None and not self._asked:
-            raise SparseMethodError(
-                f"{self._name} was not asked by any layer of this step: its attention was dense",
-                where="the attention hooks of this worker",
-                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
-            )
+            raise not_asked(self._name)
         if (
             plan is None or self._tables is None
         ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline

@@ -350,17 +350,17 @@ def test_messages_bear_the_name_that_the_operator_wrote() -> None:
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=SIZE))
     with pytest.raises(ConfigError, match="GSAOnDevice has no option 'budget'"):
         GSAOnDevice(config, Role.WORKER, {"budget": 1})
-    with pytest.raises(ConfigError, match="Input should be 'codes'") as caught:
-        GSAOnDevice(config, Role.WORKER, {"selector": "bounds"})
+    with pytest.raises(ConfigError, match="greater than or equal to 1") as caught:
+        GSAOnDevice(config, Role.WORKER, {"sample_every": 0})
     assert (caught.value.where, caught.value.fix) == (
-        "ucm_sparse_config.GSAOnDevice.selector: 'bounds'",
-        "selector: `codes`, the only one; leave it out",
+        "ucm_sparse_config.GSAOnDevice.sample_every: 0",
+        "sample_every: a number of choices, 1 or more",
     )
     assert GSAOnDevice(config, Role.WORKER, OPTIONS).summary().startswith("GSAOnDevice restricted 0 decodes")
 
 
 def test_gsa_on_device_is_block_top_k() -> None:
-    assert GSAOnDevice.identity({}) == BlockTopK.identity({"selector": "codes"})
+    assert GSAOnDevice.identity({}) == BlockTopK.identity({"top_p": 1.0})
     assert GSAOnDevice.identity({}) != GSAOnDevice.identity({"token_budget": 64})
 
 
