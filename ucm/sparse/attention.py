@@ -216,18 +216,18 @@ class PartsOf(Protocol[Layer_contra]):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        spans: Sequence[Span],
+        count: int,
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention over runs of keys, with the layer's scale.
+        """Compute attention over a run of keys of one request, with the layer's scale.
 
         Args:
             layer: The layer.
-            query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
+            query: ``[n, num_heads, head_size]``; the last one is aligned with the last key.
             keys: ``[num_blocks, block_size, num_kv_heads, head_size]``; not the cache.
             values: Like ``keys``.
-            spans: The keys that the queries read.
+            count: The number of keys; with causal attention, at least the number of queries.
             causal: Whether a query reads only keys up to its own position.
 
         Returns:
@@ -252,7 +252,7 @@ class PartsOf(Protocol[Layer_contra]):
             query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
             kv_cache: The layer's cache, which contains these tokens.
             block_table: ``[spans, max_blocks]``, int32: the blocks of each span's request.
-            spans: For each request, its queries and all keys up to the last query, from the table's first block on.
+            spans: Those of each request.
             window: The most keys that a query reads, including its own.
 
         Returns:
@@ -402,16 +402,14 @@ class CopyingView(AttentionView, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries of one request that read a run of keys; the last query is aligned with the last key.
+    """Queries of one request, and the keys up to the last one's position.
 
     Attributes:
         queries: The number of queries.
-        first_block: The index, among the given blocks, of the block that starts with the run's first key.
-        keys: The number of keys; with causal attention, at least the number of queries.
+        keys: The number of keys, from the first block on.
     """
 
     queries: int
-    first_block: int
     keys: int
 
 
@@ -443,11 +441,11 @@ class Merged:
         self.output = output.float()
         self._sums = sums
 
-    def add(self, tokens: Tensor | slice, output: Tensor, sums: Tensor) -> None:
+    def add(self, tokens: slice, output: Tensor, sums: Tensor) -> None:
         """Merge another part, for some of the tokens.
 
         Args:
-            tokens: ``[n]``, int64: the tokens' indices, each once.
+            tokens: The tokens' indices, ``n`` of them.
             output: ``[n, num_heads, head_size]``.
             sums: ``[n, num_heads]``, float32.
         """

@@ -72,66 +72,6 @@ class Run:
     whole: tuple[int, int, int]
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Queries that read runs of a group in one call.
-
-    Attributes:
-        causal: See `Run`.
-        spans: The parts of the group's blocks that they read.
-        tokens: Their indices among the tokens of `BeyondWindow`: ``[n]``, int64, or a slice.
-    """
-
-    causal: bool
-    spans: list[Span]
-    tokens: Tensor | slice
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Runs that are read and rotated at once.
-
-    Attributes:
-        rows: ``[num_blocks]``, int64: each block's row in the block table.
-        columns: ``[num_blocks]``, int64: each block's column in the block table.
-        positions: ``[num_blocks * block_size]``, int64, or a slice: the keys' positions, continued past a run's end.
-        parts: The queries that read them.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    positions: Tensor | slice
-    parts: list[Part]
-
-    @classmethod
-    def of(cls, runs: list[Run], block_size: int, device: Any) -> Group:
-        """Make a group of runs, each of a different request."""
-        counts = [-(-(run.end - run.begin) // block_size) for run in runs]
-        rows = np.repeat([run.row for run in runs], counts)
-        columns = np.concatenate(
-            [run.begin // block_size + np.arange(count) for run, count in zip(runs, counts, strict=True)]
-        )
-        positions: Tensor | slice
-        if len(runs) == 1:
-            positions = slice(runs[0].begin, runs[0].begin + counts[0] * block_size)
-        else:
-            positions = _on((columns[:, None] * block_size + np.arange(block_size)).ravel(), device)
-        firsts = np.cumsum([0, *counts])[:-1].tolist()
-        parts = []
-        for causal in (True, False):
-            read = [(*(run.causal if causal else run.whole), first) for run, first in zip(runs, firsts, strict=True)]
-            read = [of for of in read if of[0] < of[1]]
-            if read:
-                spans = [Span(end - begin, first, keys) for begin, end, keys, first in read]
-                tokens = np.concatenate([np.arange(begin, end) for begin, end, _, _ in read])
-                parts.append(Part(causal, spans, slice(*read[0][:2]) if len(read) == 1 else _on(tokens, device)))
-        return cls(_on(rows, device), _on(columns, device), positions, parts)
-
-    def block_ids(self, table: Tensor) -> Tensor:
-        """Return the blocks to read, ``[num_blocks]``, int64, by the step's block table."""
-        return table[self.rows, self.columns].long()
-
-
 class BeyondWindow:
     """The tokens of a step that read keys before their window, in the step's order.
 
@@ -146,7 +86,6 @@ class BeyondWindow:
         begins = np.maximum(batch.num_computed_tokens, window)[rows]
         self.pieces = QueryPieces(rows, begins, batch.seq_lens[rows])
         self._placed: _Placed | None = None
-        self._groups: dict[tuple[int, int], list[Group]] = {}
 
     def __len__(self) -> int:
         """The number of these tokens."""
@@ -161,7 +100,7 @@ class BeyondWindow:
     def windows(self) -> list[Span]:
         """Return each piece's queries with all keys from its request's first block up to its last query."""
         ends = zip(self.pieces.begins.tolist(), self.pieces.ends.tolist(), strict=True)
-        return [Span(end - begin, 0, end) for begin, end in ends]
+        return [Span(end - begin, end) for begin, end in ends]
 
     def on(self, device: Any) -> _Placed:
         """Return the tensors on the attention's device."""
@@ -190,35 +129,10 @@ class BeyondWindow:
         pieces = whole.cut(cuts)
         return pieces, np.where(pieces.begins < window, pieces.ends, pieces.ends - pieces.begins)
 
-    def groups(self, block_size: int, at_once: int, device: Any) -> list[Group]:
-        """Return the far keys, in groups.
-
-        Args:
-            block_size: Tokens in a block.
-            at_once: The maximum number of keys in a group; a group has at least one block.
-            device: The attention's device.
-        """
-        key = block_size, at_once
-        if key not in self._groups:
-            self._groups[key] = [Group.of(runs, block_size, device) for runs in self._packed(block_size, at_once)]
-        return self._groups[key]
-
-    def _packed(self, block_size: int, at_once: int) -> list[list[Run]]:
-        packed: list[list[Run]] = []
-        room = 0
-        for run in self._runs(block_size, at_once):
-            needed = -(-(run.end - run.begin) // block_size) * block_size
-            # A part must not contain a token twice, so each run of a group is of a different request.
-            if not packed or needed > room or packed[-1][-1].row == run.row:
-                packed.append([])
-                room = at_once
-            packed[-1].append(run)
-            room -= needed
-        return packed
-
-    def _runs(self, block_size: int, at_once: int) -> list[Run]:
+    def runs(self, block_size: int) -> list[Run]:
+        """Return the far keys: at most `TURNED_AT_ONCE` in a run, and at least one block."""
         window, found, before = self._window, [], 0
-        step = max(1, at_once // block_size) * block_size
+        step = max(1, TURNED_AT_ONCE // block_size) * block_size
         pieces = (of.tolist() for of in (self.pieces.rows, self.pieces.begins, self.pieces.ends))
         for row, begin, end in zip(*pieces, strict=True):
             at = before - begin  # converts a position to an index
@@ -466,15 +380,18 @@ class ReRoPE(SparseMethod):
         query = turned(query, factors, neox=rotary.neox)
         size = self.attention.block_size(layer_name, kv_cache)
         of_keys = self._of_keys(rotary, size)
-        for group in step.groups(size, TURNED_AT_ONCE, query.device):
-            keys, values = self.attention.read(layer_name, kv_cache, group.block_ids(table))
-            factors = of_keys[0][group.positions], of_keys[1][group.positions]
+        for run in step.runs(size):
+            blocks = slice(run.begin // size, -(-run.end // size))
+            keys, values = self.attention.read(layer_name, kv_cache, table[run.row, blocks].long())
+            positions = slice(run.begin, blocks.stop * size)
+            factors = of_keys[0][positions], of_keys[1][positions]
             keys = turned(keys.flatten(0, 1), factors, neox=rotary.neox).unflatten(0, keys.shape[:2])
-            for part in group.parts:
-                found = self.attention.attend(
-                    layer_name, query[part.tokens], keys, values, part.spans, causal=part.causal
-                )
-                whole.add(part.tokens, *found)
+            for causal, (begin, end, count) in ((True, run.causal), (False, run.whole)):
+                if begin < end:
+                    tokens = slice(begin, end)
+                    whole.add(
+                        tokens, *self.attention.attend(layer_name, query[tokens], keys, values, count, causal=causal)
+                    )
         return whole.output
 
     def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[WindowKernel, HeadLayout] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given
@@ -25,21 +26,22 @@ def test_each_far_key_is_seen_once_and_no_other(
     found = beyond(rows, window)
     owners = [(row, i) for row, (done, new) in enumerate(rows) for i in range(max(done, window), done + new)]
     seen: Counter[tuple[int, int, int]] = Counter()
-    for runs in found._packed(block_size, at_once):
-        assert len({run.row for run in runs}) == len(runs)
-        for run in runs:
-            assert run.begin % block_size == 0
-            for causal, (begin, end, keys) in ((True, run.causal), (False, run.whole)):
-                if begin >= end:
-                    continue
-                assert keys <= run.end - run.begin
-                assert keys >= (end - begin if causal else 1)
-                for number in range(begin, end):
-                    row, own = owners[number]
-                    assert row == run.row
-                    # The last query is aligned with the last key.
-                    last = keys - (end - 1 - number) if causal else keys
-                    seen.update((row, own, run.begin + key) for key in range(last))
+    with patch("ucm.sparse.rerope.TURNED_AT_ONCE", at_once):
+        runs = found.runs(block_size)
+    for run in runs:
+        assert run.begin % block_size == 0
+        assert run.end - run.begin <= max(at_once, block_size)
+        for causal, (begin, end, keys) in ((True, run.causal), (False, run.whole)):
+            if begin >= end:
+                continue
+            assert keys <= run.end - run.begin
+            assert keys >= (end - begin if causal else 1)
+            for number in range(begin, end):
+                row, own = owners[number]
+                assert row == run.row
+                # The last query is aligned with the last key.
+                last = keys - (end - 1 - number) if causal else keys
+                seen.update((row, own, run.begin + key) for key in range(last))
     wanted = {(row, own, key) for row, own in owners for key in range(own - window + 1)}
     assert set(seen) == wanted
     assert set(seen.values()) <= {1}

@@ -131,17 +131,11 @@ class CpuBackend:
         return keys, values
 
     def attend(
-        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
+        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, count: int, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention over runs of keys, one after the other."""
-        begin, found = 0, []
-        for span in spans:
-            run = slice(span.first_block, span.first_block - (-span.keys // keys.shape[1]))
-            own_keys, own_values = (of[run].flatten(0, 1)[: span.keys] for of in (keys, values))
-            part = query[begin : begin + span.queries]
-            found.append(attend(part, own_keys, own_values, layer.impl.scale, causal=causal))
-            begin += span.queries
-        return _joined(found)
+        """Compute attention over a run of keys."""
+        keys, values = (of.flatten(0, 1)[:count] for of in (keys, values))
+        return attend(query, keys, values, layer.impl.scale, causal=causal)
 
     def attend_window(
         self,
@@ -153,6 +147,8 @@ class CpuBackend:
         window: int,
     ) -> tuple[Tensor, Tensor]:
         """Compute attention over the last keys, one request after the other."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
         size = self.block_size(layer, kv_cache)
         begin, found = 0, []
         for row, span in enumerate(spans):
@@ -162,7 +158,8 @@ class CpuBackend:
             part = query[begin : begin + span.queries]
             found.append(attend(part, keys, values, layer.impl.scale, causal=True, window=window))
             begin += span.queries
-        return _joined(found)
+        outputs, sums = zip(*found, strict=True)
+        return torch.cat(outputs), torch.cat(sums)
 
     def require_write(self, layer: Any) -> None:
         """Accept any layer: vLLM's function writes any tokens."""
@@ -299,15 +296,6 @@ def _laid_out(packed: Tensor, order: Order) -> Tensor:
     """Return a view that is ordered by token; the last dimension has the order of `_order_of`."""
     sizes, strides = zip(*order, strict=True)
     return packed.as_strided((*packed.shape[:-1], *sizes), (*packed.stride()[:-1], *strides), packed.storage_offset())
-
-
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1:
-        return parts[0]
-    import torch  # noqa: PLC0415 - vLLM brings it
-
-    outputs, sums = zip(*parts, strict=True)
-    return torch.cat(outputs), torch.cat(sums)
 
 
 def strided(places: list[int]) -> Order | None:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import choose_backend, optional
 from ucm.errors import SparseMethodError
+from ucm.sparse.attention import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ucm.sparse.attention import QuerySplit, Span
+    from ucm.sparse.attention import QuerySplit
 
 #: The field of the block table.
 TABLE = "block_table"
@@ -131,16 +132,13 @@ class PagedBackend:
         getattr(layer.impl, WRITE)(layer, keys, values, kv_cache, slots)
 
     def attend(
-        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
+        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, count: int, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention over runs of keys in one call; the blocks serve as a cache."""
+        """Compute attention over a run of keys; the blocks serve as a cache."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        first = torch.tensor([span.first_block for span in spans], dtype=torch.int32)
-        longest = -(-max(span.keys for span in spans) // keys.shape[1])
-        # Columns behind a run's end are not read, but must contain valid block ids.
-        table = (first[:, None] + torch.arange(longest, dtype=torch.int32)).clamp(max=keys.shape[0] - 1)
-        table = table.to(query.device, non_blocking=True)
+        table = torch.arange(keys.shape[0], dtype=torch.int32, device=query.device)[None]
+        spans = [Span(len(query), count)]
         return _flash(layer, query, keys, values, table, spans, causal=causal, window_size=[-1, -1])
 
     def attend_window(
