@@ -446,39 +446,26 @@ def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], No
             the kernel's arguments, an array of int64.
 
     Returns:
-        A function that runs it in all threads, with tensors, passed by address, and integers. None if numba
-        is missing, which is logged.
+        A function that runs it in all threads, with tensors, passed by address, and integers. None without numba or
+        torch's OpenMP, which is logged.
     """
     try:
         numba: Any = importlib.import_module("numba")
         everywhere = ctypes.CDLL(None)  # contains torch's OpenMP
-        threaded = hasattr(everywhere, "GOMP_parallel")
-        threads = _threads_of(everywhere) if threaded else Threads(*map(numba.njit, (_zero, _one, _zero)))
+        parallel = everywhere.GOMP_parallel
+        parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        threads = _threads_of(everywhere)
         signature = numba.types.void(numba.types.CPointer(numba.types.int64))
         body = numba.cfunc(signature, fastmath=True)(write(numba, threads))
     except Exception as error:  # noqa: BLE001 - whatever numba cannot do here, torch can
         get_logger(__name__).warning("[UCM.Sparse] %s slowly, without numba: %s: %s", what, type(error).__name__, error)
         return None
-    if threaded:
-        parallel = everywhere.GOMP_parallel
-        parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
 
     def run(*given: Any) -> None:
         arguments = np.array([of if isinstance(of, int) else of.data_ptr() for of in given], np.int64)
-        if threaded:
-            parallel(body.address, arguments.ctypes.data, 0, 0)
-        else:
-            body.ctypes(ctypes.cast(arguments.ctypes.data, body.ctypes.argtypes[0]))
+        parallel(body.address, arguments.ctypes.data, 0, 0)
 
     return run
-
-
-def _zero() -> int:
-    return 0
-
-
-def _one() -> int:
-    return 1
 
 
 def _threads_of(everywhere: Any) -> Threads:

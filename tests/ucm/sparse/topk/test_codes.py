@@ -208,10 +208,12 @@ def test_the_kernel_finds_the_same_in_any_number_of_threads(monkeypatch: pytest.
             found.append(made.scores(query, ids))
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())  # no OpenMP
-    monkeypatch.setattr(made, "_kernel", codes.cpu_kernel.__wrapped__(1))
-    found.append(made.scores(query, ids))
     assert all(torch.equal(of, found[0]) for of in found)
+
+
+def test_without_torchs_threads_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())  # no OpenMP
+    assert codes.cpu_kernel.__wrapped__(1) is None
 
 
 def test_without_numba_torch_does_it_and_that_is_told(
