@@ -242,11 +242,11 @@ class ReRoPE(SparseMethod):
         self._asked = False
         #: Of each metadata object of the step, old or new, the dense one (so that its id stays its own) and the new.
         self._replaced: dict[int, tuple[Any, Any]] = {}
-        #: Of each rotary embedding, itself (so that its id stays its own) and what turns its keys, for torch.
-        self._turning: dict[int, tuple[Rotary, tuple[Tensor, Tensor]]] = {}
+        #: What turns the keys of each rotary embedding, for torch.
+        self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
-        self._tiles: dict[int, tuple[Rotary, Tensor]] = {}
-        self._turned: dict[int, Turning] = {}
+        self._tiles: dict[Rotary, Tensor] = {}
+        self._turned: dict[Rotary, Turning] = {}
         #: By layer; None where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[WindowKernel, HeadLayout] | None] = {}
 
@@ -379,7 +379,9 @@ class ReRoPE(SparseMethod):
         factors = rotary.factors(placed.positions, self._far_from(placed.positions))
         query = turned(query, factors, neox=rotary.neox)
         size = self.attention.block_size(layer_name, kv_cache)
-        of_keys = self._of_keys(rotary, size)
+        if rotary not in self._turning:
+            self._turning[rotary] = self._factors_of_keys(rotary, size)
+        of_keys = self._turning[rotary]
         for run in step.runs(size):
             blocks = slice(run.begin // size, -(-run.end // size))
             keys, values = self.attention.read(layer_name, kv_cache, table[run.row, blocks].long())
@@ -412,17 +414,17 @@ class ReRoPE(SparseMethod):
         """Return the rotation factors for a kernel, the same in all layers of a step."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        if id(rotary) not in self._turned:
-            if id(rotary) not in self._tiles:
-                self._tiles[id(rotary)] = rotary, by_tile(self._factors_of_keys(rotary, block_size))
+        if rotary not in self._turned:
+            if rotary not in self._tiles:
+                self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, block_size))
             positions = torch.from_numpy(step.queries.positions)
             grown = self._grown(positions)
-            self._turned[id(rotary)] = Turning(
-                self._tiles[id(rotary)][1],
+            self._turned[rotary] = Turning(
+                self._tiles[rotary],
                 torch.stack(rotary.factors(positions, self._far_from(positions)), 1),
                 torch.ones(len(positions)) if grown is None else grown,
             )
-        return self._turned[id(rotary)]
+        return self._turned[rotary]
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""
@@ -435,13 +437,8 @@ class ReRoPE(SparseMethod):
         window = self._options.window
         return window + (positions.float() - window) / self._leak
 
-    def _of_keys(self, rotary: Rotary, block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the rotation factors of keys at all positions, up to the end of the last block."""
-        if id(rotary) not in self._turning:
-            self._turning[id(rotary)] = rotary, self._factors_of_keys(rotary, block_size)
-        return self._turning[id(rotary)][1]
-
     def _factors_of_keys(self, rotary: Rotary, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return the rotation factors of keys at all positions, up to the end of the last block."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         length = rotary.table.shape[0]

@@ -112,7 +112,8 @@ class OffloadStore:
         self.loads_in_place = config.pipeline.strip() == "Dram"
         #: The directories of blocks, once the store is open.
         self._layouts: list[Layout] = []
-        make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts, clock)
+        # The prefix identifies a dead engine's leftovers, and exempts a running one's blocks from eviction.
+        make = partial(_open, config, f"{PRIVATE}/{engine}/{rank}", copies.geometry, self._layouts, clock)
         self._store: KVStore = OpeningStore(make, config.stuck_seconds, clock=clock)
         self._cleaner = _cleaner(config.stuck_seconds, clock)
         self._kept: dict[int, _Admission] = {}
@@ -269,15 +270,9 @@ def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts:
     roots = store_roots(config)
     layouts += [Layout(root, namespace) for root in roots]
     store = open_store(config, namespace, geometry, clock=clock)
-    call_later(
-        partial(_remove_leftovers, roots), "ucm-leftovers", clock=clock
-    )  # there may be much of it, and blocks wait
+    # There may be much of it, and blocks wait.
+    call_later(partial(remove_leftovers, roots), "ucm-leftovers", clock=clock)
     return store
-
-
-def _remove_leftovers(roots: Sequence[str]) -> None:
-    for root in roots:
-        remove_leftovers(root)
 
 
 def _cleaner(patience: float, clock: Clock) -> Pool:
@@ -316,10 +311,6 @@ def _memory(rows: Tensor) -> Buffer:
     return memoryview(rows.numpy())
 
 
-#: The prefix of the namespaces, which identifies a dead engine's leftovers and exempts a running one's from eviction.
-PREFIX = PRIVATE
-
-
 def store_roots(config: StoreConfig) -> list[str]:
     """Return the directories with a store's namespaces; none for third-party stores."""
     tiers = [name.strip() for name in config.pipeline.split("|")]
@@ -327,9 +318,10 @@ def store_roots(config: StoreConfig) -> list[str]:
     return found + ([config.dram_directory] if {"Dram", "Cache"} & set(tiers) else [])
 
 
-def remove_leftovers(root: str) -> None:
+def remove_leftovers(roots: Sequence[str]) -> None:
     """Delete the offloaded contexts of dead engines, which are unreadable."""
-    with suppress(OSError):
-        for layout in namespaces(root):
-            if layout.is_abandoned:
-                shutil.rmtree(layout.base, ignore_errors=True)
+    for root in roots:
+        with suppress(OSError):
+            for layout in namespaces(root):
+                if layout.is_abandoned:
+                    shutil.rmtree(layout.base, ignore_errors=True)

@@ -266,17 +266,13 @@ class BlockTopK(SparseMethod):
         Raises:
             SparseMethodError: If they do not fit beside the KV cache.
         """
-        import torch  # noqa: PLC0415 - vLLM brings it
-
         allocated = 0
         for name in self._restricted:
             kv_cache = self.attention.bound_cache(name)
             if kv_cache is None:
                 continue
             try:
-                device = kv_cache[0].device  # one tensor, or one for keys and one for values
-                any_block = torch.zeros(1, dtype=torch.int64, device=device)
-                allocated += self._representatives_of(name, kv_cache, any_block).nbytes
+                allocated += self._representatives_of(name, kv_cache).nbytes
             except RuntimeError as error:  # torch's, and its OutOfMemoryError
                 raise SparseMethodError(
                     f"the summaries of blocks do not fit beside the KV cache: after {format_size(allocated)} of them, "
@@ -445,9 +441,7 @@ class BlockTopK(SparseMethod):
         tables = self._tables[1]
         if tables.missing is not None:
             self._make(layer_name, kv_cache, tables.missing)
-        made = self._representatives.get(layer_name)
-        if made is None:
-            made = self._representatives_of(layer_name, kv_cache, tables.any_block)
+        made = self._representatives_of(layer_name, kv_cache)
         query, key = self.attention.scored(layer_name, query, key, value, attn_metadata)
         for block_ids, fresh in tables.fresh:
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
@@ -499,7 +493,7 @@ class BlockTopK(SparseMethod):
 
     def _make(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
         """Make the representatives of blocks from the cache."""
-        made = self._representatives_of(layer_name, kv_cache, block_ids[:1])
+        made = self._representatives_of(layer_name, kv_cache)
         keys = self._keys_for_kernels(layer_name, kv_cache, block_ids.device)
         if keys is None:
             made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
@@ -507,10 +501,13 @@ class BlockTopK(SparseMethod):
             made.update_in_place(block_ids, keys)
         self.counts["representatives"] += len(block_ids)
 
-    def _representatives_of(self, layer_name: str, kv_cache: Tensor, any_block: Tensor) -> KeyCodes:
+    def _representatives_of(self, layer_name: str, kv_cache: Tensor) -> KeyCodes:
         """Return the layer's representatives, with room for all blocks of the cache."""
         found = self._representatives.get(layer_name)
         if found is None:
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
             keys = self._keys_for_kernels(layer_name, kv_cache, any_block.device)
             keys = self.attention.read_keys(layer_name, kv_cache, any_block) if keys is None else keys[:1]
             num_blocks = self.attention.num_blocks(layer_name, kv_cache)

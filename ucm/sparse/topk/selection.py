@@ -444,11 +444,6 @@ class RestrictedTables:
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
-    @property
-    def any_block(self) -> Tensor:
-        """``[1]``, int64: a block that is in use."""
-        return self.candidates[0, :1]
-
     def select(
         self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
@@ -608,11 +603,6 @@ class StepOnDevice:
         self.fresh: list[Any] = []  # every piece is a whole row
         self.split = None
         self.table = buffers.take("table", (rows, block_table.shape[1]), torch.int32)[:, : int(packed[1].max())]
-
-    @property
-    def any_block(self) -> Tensor:
-        """``[1]``, int64: a block that is in use."""
-        return self._source[0, :1].long()
 
     def select(
         self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]

@@ -217,7 +217,7 @@ def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path,
     dead = f"{host}-999999999-1-{'-'.join(rest)}/0"
     for namespace in (f"offloaded/{dead}", f"offloaded/{owner_name()}/0", "others"):
         Layout(str(root), namespace).make()
-    remove_leftovers(str(root))
+    remove_leftovers([str(root)])
     there = sorted(path.name for path in root.iterdir() if path.is_dir())
     left = [name for name in there if "999999999" not in name]
     assert len(left) == len(there) == 2
