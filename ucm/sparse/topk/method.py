@@ -414,7 +414,8 @@ class BlockTopK(SparseMethod):
         kv_cache: Tensor,
         attn_metadata: Any,
     ) -> Any:
-        chosen, lens = self._choose(plan, layer_name, query, key, value, kv_cache, attn_metadata)
+        query, key = self.attention.scored(layer_name, query, key, value, attn_metadata)
+        chosen, lens = self._choose(plan, layer_name, query, key, kv_cache, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
             self._samples.begin(layer_name, plan, query, table, chosen, lens)
@@ -430,11 +431,10 @@ class BlockTopK(SparseMethod):
         layer_name: str,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
         kv_cache: Tensor,
         attn_metadata: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block table and the lengths that a layer reads."""
+        """Return the block table and the lengths that a layer reads, by queries and keys as they are scored."""
         if self._tables is None or self._tables[0] is not attn_metadata:
             table = self.attention.block_table(attn_metadata)
             self._tables = attn_metadata, step_tables(plan, table, self._kernel_buffers(table.device))
@@ -442,7 +442,6 @@ class BlockTopK(SparseMethod):
         if tables.missing is not None:
             self._make(layer_name, kv_cache, tables.missing)
         made = self._representatives_of(layer_name, kv_cache)
-        query, key = self.attention.scored(layer_name, query, key, value, attn_metadata)
         for block_ids, fresh in tables.fresh:
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
@@ -507,11 +506,12 @@ class BlockTopK(SparseMethod):
         if found is None:
             import torch  # noqa: PLC0415 - vLLM brings it
 
-            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
-            keys = self._keys_for_kernels(layer_name, kv_cache, any_block.device)
-            keys = self.attention.read_keys(layer_name, kv_cache, any_block) if keys is None else keys[:1]
+            device = kv_cache[0].device  # of one tensor, or of one for keys and one for values
+            keys = self._keys_for_kernels(layer_name, kv_cache, device)
+            if keys is None:
+                keys = self.attention.read_keys(layer_name, kv_cache, torch.zeros(1, dtype=torch.int64, device=device))
             num_blocks = self.attention.num_blocks(layer_name, kv_cache)
-            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys)
+            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys[:1])
         return found
 
     def _keys_for_kernels(self, layer_name: str, kv_cache: Tensor, device: Any) -> Tensor | None:

@@ -438,7 +438,7 @@ def test_what_an_early_check_finds_is_known_before_blocks_are_promised(
     engine.drain()
     weights: Any = create_autospec(LiveWeights, instance=True)
     [worker] = engine.workers
-    worker._worker_side._weights = weights
+    worker._side._weights = weights
     [store] = engine._looking
     looked, finds = store.lookup_on_prefix, clock.event()
 

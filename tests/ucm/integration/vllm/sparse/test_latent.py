@@ -249,6 +249,16 @@ def test_attention_is_that_of_the_chosen_tokens_in_every_step(
     assert requests.method.counts["rows"] > 24
 
 
+def test_a_sample_measures_the_attention_to_latent_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(layer(scale=0.15), monkeypatch, {**OPTIONS, "sample_every": 1}, [20 * BLOCK])
+    query = random(1, HEADS, PLAIN + ROTATED)
+    _, used = requests.decode(query)
+    shares = requests.attended(0, query).mean(0).unflatten(0, (-1, BLOCK)).sum(-1)
+    found = requests.method.figures()
+    assert (found["attention_samples"], requests.method.counts["failures"]) == (1, 0)
+    assert found["attention_kept"] == pytest.approx(float(shares[read_of(requests, used, 0)].sum()), abs=1e-5)
+
+
 def test_a_budget_of_the_whole_context_leaves_the_metadata_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(layer(scale=0.15), monkeypatch, {**OPTIONS, "token_budget": 30 * BLOCK}, [20 * BLOCK])
     dense, used = requests.decode(random(1, HEADS, PLAIN + ROTATED))
