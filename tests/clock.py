@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ucm.clock import Clock
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -68,7 +70,7 @@ class _Turn:
     failure: BaseException | None = None
 
 
-class SimulatedClock:
+class SimulatedClock(Clock):
     """Time and threads of a test; the thread that creates it is the test's.
 
     Args:
@@ -155,23 +157,23 @@ class SimulatedClock:
         """Wait, and let others run."""
         self._wait(self._now + max(0.0, seconds))
 
-    def lock(self) -> _Lock:
+    def lock(self) -> Any:
         """Return a lock."""
         return _Lock(self, reentrant=False)
 
-    def condition(self, lock: Any = None) -> _Condition:
+    def condition(self, lock: Any = None) -> Any:
         """Return a condition variable with a reentrant lock, or with one of this clock."""
         return _Condition(self, lock or _Lock(self, reentrant=True))
 
-    def event(self) -> _Event:
+    def event(self) -> Any:
         """Return a flag."""
         return _Event(self)
 
-    def queue(self) -> _Queue:
+    def queue(self) -> Any:
         """Return a queue."""
         return _Queue(self)
 
-    def thread(self, target: Callable[[], object], name: str) -> _Thread:
+    def thread(self, target: Callable[[], object], name: str) -> Any:
         """Return a thread that takes part."""
         return _Thread(self, target, name)
 

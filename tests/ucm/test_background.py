@@ -112,4 +112,4 @@ def test_what_a_later_call_returns_or_raises_is_had_where_it_is_wanted(clock: Si
 
 
 def test_threads_of_an_engine_keep_no_process_from_ending() -> None:
-    assert SYSTEM.thread(int, "ucm-test").daemon  # type: ignore[attr-defined] # a threading.Thread
+    assert SYSTEM.thread(int, "ucm-test").daemon
