@@ -124,16 +124,13 @@ def codec_figures(sample: Sample, timer: Callable[[], float] = time.thread_time)
     body, compressing, decompressing = sample.body, list[float](), list[float]()
     stored = memoryview(b"")
 
-    def read(at: int, nbytes: int) -> Buffer:
-        return stored[at : at + nbytes]
-
     for _ in range(_CODEC_ROUNDS):
         began = timer()
         pieces = pack(body, sample.element_size)
         compressing.append(timer() - began)
         stored = memoryview(b"".join(pieces))
         began = timer()
-        for _piece in unpack(read, len(stored), len(body)):
+        for _piece in unpack(stored, len(body)):
             pass
         decompressing.append(timer() - began)
     return CodecFigures(len(body) / len(stored), len(body) / min(compressing), len(body) / min(decompressing))

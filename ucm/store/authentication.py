@@ -38,10 +38,6 @@ class Authenticator:
         #: Identifies the key without revealing it.
         self.fingerprint = _derived(secret, "fingerprint")[:FINGERPRINT_BYTES]
 
-    def slice_hasher(self) -> blake3:
-        """Return a hasher for the bytes of one layer slice; the first ``TAG_BYTES`` of its digest are the tag."""
-        return blake3(key=self._of_slices)
-
     def slice_tag(self, layer_slice: Buffer) -> bytes:
         """Return the tag of a layer slice."""
         return blake3(layer_slice.cast("B"), key=self._of_slices).digest(TAG_BYTES)

@@ -94,59 +94,45 @@ def pack(body: Buffer, element_size: int) -> list[Buffer]:
     return [memoryview(_ELEMENT.pack(element) + sizes.tobytes()), *planes]
 
 
-def unpack(
-    read: Callable[[int, int], Buffer], packed_nbytes: int, nbytes: int, begin: int = 0, end: int | None = None
-) -> Iterator[Buffer]:
-    """Decompress layer slices of a block, one frame after the other.
+def unpack(packed: Buffer, nbytes: int, begin: int = 0, end: int | None = None) -> Iterator[Buffer]:
+    """Decompress layer slices of a block, one frame after the other, as the result is iterated over.
 
     Args:
-        read: Returns bytes of what a compressed block has after its header, by their offset and number; fewer at its
-            end. They stay as they are.
-        packed_nbytes: The bytes that it has there.
+        packed: What a compressed block has after its header.
         nbytes: The bytes that all layer slices must have.
         begin: The offset of the first byte wanted, in the layer slices.
         end: The offset behind the last one; None: all.
 
-    Yields:
-        The wanted bytes, in pieces of at most ``FRAME``; each is valid until the next one.
+    Returns:
+        The wanted bytes, in pieces of at most ``FRAME``.
 
     Raises:
-        BlockCorruptError: The bytes are not a compressed block of this length.
-        BlockCompressedError: Zstandard is not installed.
+        BlockCorruptError: The bytes are not a compressed block of this length; so may the iterator.
+        BlockCompressedError: Zstandard is not installed; only the iterator.
     """
-    if packed_nbytes < _ELEMENT.size:
-        raise _damaged("it ends within its table")
-    (element,) = _ELEMENT.unpack(_whole(read, 0, _ELEMENT.size))
+    element = _ELEMENT.unpack_from(packed)[0] if packed.nbytes >= _ELEMENT.size else 0
     if element not in ELEMENTS or not nbytes or nbytes % element:
         raise _damaged(f"it claims elements of {element} bytes, of {nbytes} in all")
     table = _ELEMENT.size + 4 * element * -(-nbytes // FRAME)
-    if packed_nbytes < table:
+    if packed.nbytes < table:
         raise _damaged("it ends within its table")
-    sizes = (
-        np.frombuffer(_whole(read, _ELEMENT.size, table - _ELEMENT.size), "<u4").reshape(-1, element).astype(np.int64)
-    )
+    sizes = np.frombuffer(packed[_ELEMENT.size : table], "<u4").astype(np.int64)
     ends = table + np.cumsum(sizes)
-    if packed_nbytes != (int(ends[-1]) if len(ends) else table):
+    if packed.nbytes != int(ends[-1]):
         raise _damaged("its planes have another length than its table says")
-    end = nbytes if end is None else end
-    for number in range(begin // FRAME, -(-end // FRAME)):
-        at = number * FRAME
+
+    def frame(number: int) -> Buffer:
+        at, planes = number * FRAME, []
         length = min(FRAME, nbytes - at) // element
-        last = int(ends[(number + 1) * element - 1])
-        stored, planes = last - int(sizes[number].sum()), []
-        for size in sizes[number].tolist():
+        for plane in range(number * element, (number + 1) * element):
+            size, last = int(sizes[plane]), int(ends[plane])
             if size > length:
                 raise _damaged("a plane is longer than it can be")
-            planes.append(_plane(_whole(read, stored, size), length))
-            stored += size
-        yield _joined(planes)[max(0, begin - at) : end - at]
+            planes.append(_plane(packed[last - size : last], length))
+        return _joined(planes)[max(0, begin - at) : stop - at]
 
-
-def _whole(read: Callable[[int, int], Buffer], at: int, nbytes: int) -> Buffer:
-    found = read(at, nbytes)
-    if found.nbytes != nbytes:
-        raise _damaged(f"it ends within the {nbytes} bytes at {at}")
-    return found
+    stop = nbytes if end is None else end
+    return map(frame, range(begin // FRAME, -(-stop // FRAME)))
 
 
 def _plane(stored: Buffer, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

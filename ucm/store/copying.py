@@ -76,8 +76,8 @@ class Promoter:
             self._nbytes += codec.file_nbytes
         try:
             content = aligned_buffer(codec.file_nbytes)
-        except MemoryError as error:
-            self._first.counters.failed("promote", unexpected(error))
+        except StoreError as error:
+            self._first.counters.failed("promote", error)
             self._forget(block.key, codec.file_nbytes)
             return
         gather(block.slices, content[codec.nbytes :])

@@ -41,8 +41,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import operator
 import struct
-from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -50,14 +50,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import xxhash
 
-from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey, StoreError
 from ucm.store.compression import ELEMENTS, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockGeometry, Buffer, StoreError
+    from ucm.store.base import BlockGeometry, Buffer
 
 #: The format versions of blocks without and with authentication.
 VERSION, AUTHENTICATED_VERSION = 1, 2
@@ -80,8 +80,6 @@ _TAG_BYTES, _SIGNED_BYTES = 16, 24
 _ALIGNMENT = 64
 #: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
 LARGE_BYTES = 32 << 10
-#: Files are checked in pieces of so many bytes.
-PIECE = 1 << 20
 #: The most buffers that one system call accepts.
 MOST_BUFFERS = 1024
 
@@ -109,23 +107,6 @@ class BlockHeader:
     def file_nbytes(self) -> int:
         """The length that the file has without compression, in bytes."""
         return self.nbytes + sum(self.slice_sizes)
-
-    def pieces(self, read: Callable[[int, int], Buffer], file_nbytes: int) -> Iterator[Buffer]:
-        """Return the layer slices of a file, decompressed, in pieces of any size; each is valid until the next one.
-
-        Args:
-            read: Returns bytes of the file, by their offset and number; fewer at its end.
-            file_nbytes: The length of the file.
-
-        Raises:
-            BlockCorruptError: The file has another length than it must have, or is damaged.
-        """
-        if self.is_compressed:
-            begin = self.nbytes
-            return unpack(lambda at, nbytes: read(begin + at, nbytes), file_nbytes - begin, self.file_nbytes - begin)
-        if file_nbytes != self.file_nbytes:
-            raise BlockCorruptError(f"the file has {file_nbytes} bytes, not {self.file_nbytes}")
-        return (read(at, min(PIECE, file_nbytes - at)) for at in range(self.nbytes, file_nbytes, PIECE))
 
 
 def namespace_digest(namespace: str) -> bytes:
@@ -265,128 +246,57 @@ def check_geometry(header: BlockHeader, geometry: BlockGeometry | None) -> None:
 
 
 def verify(
-    content: Buffer,
-    key: BlockKey,
-    authenticator: Authenticator | None = None,
-    *,
-    namespace: str | None = None,
-    any_key: bool = False,
-) -> BlockHeader:
-    """Check that a whole file matches its header and belongs to this key; see ``decode`` and ``check_place``.
-
-    Raises:
-        BlockCorruptError: Bytes were changed, are missing or are too many, or the block is not authentic.
-        BlockForeignError: The file is another block's, or has another format version.
-    """
-    header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]), authenticator, any_key=any_key)
-    check_place(header, key, namespace)
-    deque(checked(_pieces(content, header), header, authenticator), maxlen=0)
-    return header
-
-
-def plain(
     stored: Buffer,
     key: BlockKey,
     authenticator: Authenticator | None = None,
     *,
     namespace: str | None = None,
     geometry: BlockGeometry | None = None,
-) -> Buffer:
-    """Return a whole stored block without compression, checked as by ``verify``; a block that has none is not copied.
+    any_key: bool = False,
+) -> tuple[BlockHeader, Buffer]:
+    """Check a whole stored block against its own header: every checksum, its key, and what else is expected.
 
     Args:
         stored: The block.
         key: The expected key.
-        authenticator: See ``verify``.
+        authenticator: Checks the tags as well.
         namespace: The expected namespace; None: any.
         geometry: The expected geometry; None: any.
+        any_key: See ``decode``.
+
+    Returns:
+        The header, and the block without compression; one that has none is not copied.
 
     Raises:
+        BlockCorruptError: Bytes were changed, are missing or are too many, or the block is not authentic.
+        BlockForeignError: It is another block, or has another format version or geometry.
         BlockCompressedError: This process cannot decompress it.
-        StoreError: As by ``verify``, or the block has another geometry.
     """
     begin = bytearray(stored[: header_nbytes(bytes(stored[:UNIT]))])
-    header = decode(begin, authenticator)
+    header = decode(begin, authenticator, any_key=any_key)
     check_place(header, key, namespace)
     check_geometry(header, geometry)
-    pieces = checked(_pieces(stored, header), header, authenticator)
-    if not header.is_compressed:
-        deque(pieces, maxlen=0)
-        return stored
-    content = aligned_buffer(header.file_nbytes)
-    uncompress(begin)
-    content[: header.nbytes] = begin
-    pour(pieces, [content[header.nbytes :]])
-    return content
-
-
-def _pieces(stored: Buffer, header: BlockHeader) -> Iterator[Buffer]:
-    return header.pieces(lambda at, nbytes: stored[at : at + nbytes], len(stored))
-
-
-def checked(
-    pieces: Iterable[Buffer], header: BlockHeader, authenticator: Authenticator | None = None
-) -> Iterator[Buffer]:
-    """Yield a block's layer slices again, while their checksums and tags are compared with those in its header.
-
-    Args:
-        pieces: All layer slices, back to back, in pieces of any size.
-        header: The header.
-        authenticator: The one that checked the header's tag.
-
-    Raises:
-        BlockCorruptError: A checksum or a tag is wrong, or bytes are missing.
-    """
-    sizes = enumerate(header.slice_sizes)
-    check, left = None, 0
-    for piece in pieces:
-        rest = piece
-        while rest:
-            if check is None:
-                index, left = next(sizes)
-                check = _SliceCheck(header, index, authenticator)
-            check.update(rest[:left])
-            rest, left = rest[left:], max(0, left - len(rest))
-            if not left:
-                check.end()
-                check = None
-        yield piece
-    if check is not None or next(sizes, None) is not None:
-        raise BlockCorruptError("the file ends within its layer slices")
-
-
-class _SliceCheck:
-    """Checks a layer slice that arrives in pieces.
-
-    Args:
-        header: The block's header.
-        index: The index of the layer slice.
-        authenticator: The one that checked the header's tag.
-    """
-
-    def __init__(self, header: BlockHeader, index: int, authenticator: Authenticator | None) -> None:
-        self._index, self._checksum, self._found = index, header.checksums[index], xxhash.xxh3_64()
-        self._tag = header.tags[index] if header.tags else b""
-        self._hasher = authenticator.slice_hasher() if authenticator is not None and header.tags else None
-
-    def update(self, piece: Buffer) -> None:
-        """Add the next bytes."""
-        self._found.update(piece)
-        if self._hasher is not None:
-            self._hasher.update(piece)
-
-    def end(self) -> None:
-        """Compare.
-
-        Raises:
-            BlockCorruptError: The checksum or the tag is wrong.
-        """
-        if self._found.intdigest() != self._checksum:
-            raise BlockCorruptError(f"the checksum of layer slice {self._index} is wrong")
-        if self._hasher is not None and not hmac.compare_digest(self._hasher.digest(_TAG_BYTES), self._tag):
+    content, at = stored, header.nbytes
+    if header.is_compressed:
+        frames = unpack(stored[at:], header.file_nbytes - at)
+        content = aligned_buffer(header.file_nbytes)
+        uncompress(begin)
+        content[:at] = begin
+        pour(frames, [content[at:]])
+    elif stored.nbytes != header.file_nbytes:
+        raise BlockCorruptError(f"the file has {stored.nbytes} bytes, not {header.file_nbytes}")
+    for index, nbytes in enumerate(header.slice_sizes):
+        layer_slice = content[at : at + nbytes]
+        at += nbytes
+        if checksum(layer_slice) != header.checksums[index]:
+            raise BlockCorruptError(f"the checksum of layer slice {index} is wrong")
+        if authenticator is None or not header.tags:
+            continue
+        if not hmac.compare_digest(authenticator.slice_tag(layer_slice), header.tags[index]):
             raise BlockCorruptError(
-                f"the authentication tag of layer slice {self._index} is wrong: somebody without the key changed it"
+                f"the authentication tag of layer slice {index} is wrong: somebody without the key changed it"
             )
+    return header, content
 
 
 class HeaderCodec:
@@ -541,14 +451,7 @@ class HeaderCodec:
         packed = stored[self.nbytes :]
         begin = self.offsets[first] - self.nbytes
         try:
-            pieces = unpack(
-                lambda at, nbytes: packed[at : at + nbytes],
-                packed.nbytes,
-                self.geometry.nbytes,
-                begin,
-                begin + nbytes_of(slices),
-            )
-            pour(pieces, slices)
+            pour(unpack(packed, self.geometry.nbytes, begin, begin + nbytes_of(slices)), slices)
         except BlockCorruptError:  # ``refusal`` says what it is
             return None
         return header
@@ -563,53 +466,34 @@ class HeaderCodec:
             memory: Consecutive layer slices, as in ``BlockTransfer``.
         """
         slices = self.cut(first, memory)
-        stored, end = self.seals(header), first + len(slices)
-        if self.authenticator is None:
-            return tuple(map(checksum, slices)) == stored[first:end] and self._is_intact(header, key)
+        end = first + len(slices)
         # Comparing the whole header with a newly encoded one checks all of its fields at once.
-        if not hmac.compare_digest(header, self.encode(key, stored)):
+        same = operator.eq if self.authenticator is None else hmac.compare_digest
+        if not same(header, self.encode(key, self.seals(header))):
             return False
-        if self._private:
+        if self.authenticator is None or self._private:
             return tuple(map(checksum, slices)) == self._sums.unpack_from(header, self._sums_at)[first:end]
         tags = b"".join(map(self.authenticator.slice_tag, slices))
         at = self._tags_at
         return hmac.compare_digest(tags, header[at + first * _TAG_BYTES : at + end * _TAG_BYTES])
 
-    def _is_intact(self, header: bytearray, key: BlockKey) -> bool:
-        """Return whether a header without a tag is unchanged, and of this key, namespace and geometry."""
-        end = self.nbytes - _SUM.size
-        return (
-            header[:_KEY_AT] == self._template[:_KEY_AT]
-            and header[_KEY_AT : _FIXED.size] == self._key.pack(len(key), key)
-            and header[_FIXED.size : self._sums_at] == self._template[_FIXED.size : self._sums_at]
-            and _SUM.unpack_from(header, end)[0] == checksum(memoryview(header)[:end])
-        )
-
-    def refusal_of(self, header: bytearray, key: BlockKey) -> StoreError:
-        """Return the reason to refuse a block of the right length, from its first ``nbytes`` bytes."""
-        try:
-            nbytes = header_nbytes(header)
-        except (BlockCorruptError, BlockForeignError) as error:
-            return error
-        return self.refusal(bytes(header[:nbytes]), key, self.file_nbytes)
-
-    def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
+    def refusal(self, header: bytes | bytearray, key: BlockKey, file_nbytes: int | None = None) -> StoreError:
         """Return what is wrong with a block: its header, or else its length, or else its layer slices.
 
         Args:
-            header: The whole header, as long as ``header_nbytes`` says.
+            header: The first ``nbytes`` bytes of the block, or all if there are fewer.
             key: The expected key.
-            file_nbytes: The length of the file.
+            file_nbytes: The length of the file; None: it is right.
         """
         try:
-            found = decode(header, self.authenticator)
+            found = decode(header[: header_nbytes(header)], self.authenticator)
             check_place(found, key, self._namespace)
             check_geometry(found, self.geometry)
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         if found.is_compressed:
             return BlockCorruptError("the compressed layer slices are damaged")
-        if file_nbytes != self.file_nbytes:
+        if file_nbytes not in {None, self.file_nbytes}:
             return BlockCorruptError(f"the file has {file_nbytes} bytes, not {self.file_nbytes}")
         what = "checksum" if self.authenticator is None or self._private else "authentication tag"
         return BlockCorruptError(f"the {what} of a layer slice is wrong")
@@ -620,8 +504,14 @@ def aligned_buffer(nbytes: int) -> Buffer:
 
     The kernel's copies into memory that begins elsewhere, as a ``bytearray`` does, take up to five times as long on
     some processors.
+
+    Raises:
+        StoreError: There is no memory.
     """
-    memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    try:
+        memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    except MemoryError:
+        raise StoreError(f"there is no memory for {nbytes} bytes") from None
     begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + nbytes].data
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ucm.errors import ConfigError
 from ucm.salts import tag_digits
 from ucm.store.base import (
-    BlockCompressedError,
     BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
@@ -25,7 +24,7 @@ from ucm.store.base import (
 )
 from ucm.store.format import namespace_digest
 from ucm.store.memory.segment import check_slot, delete_slot, segments
-from ucm.store.posix.files import check_file, quarantine, read_body, read_header
+from ucm.store.posix.files import check_file, quarantine, read_header
 from ucm.store.posix.layout import (
     IDENTITY,
     MARKER,
@@ -115,16 +114,14 @@ def check_block(
     """
     try:
         if block.slot is None:
-            header = check_file(block.path, block.key, authenticator)
+            header, _ = check_file(block.path, block.key, authenticator, any_key=True)
         else:
             header = check_slot(*block.slot, block.key, authenticator)
     except FileNotFoundError:
         return BlockMissingError("the block is gone", where=block.path)
     except OSError as error:
         return BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=block.path)
-    except (BlockMissingError, BlockCompressedError) as error:
-        return error
-    except (BlockCorruptError, BlockForeignError) as error:
+    except StoreError as error:
         error.where = block.path
         return error
     if header.namespace_digest != namespace_digest(block.layout.namespace):
@@ -141,7 +138,8 @@ def block_body(block: StoredBlock) -> bytes | None:
         BlockCompressedError: This process cannot decompress it.
     """
     try:
-        return read_body(block.path, block.key)
+        header, content = check_file(block.path, block.key)
+        return content[header.nbytes :].tobytes()
     except (OSError, BlockCorruptError, BlockForeignError):
         return None
 

@@ -27,7 +27,7 @@ from ucm.store.base import (
     TierStats,
 )
 from ucm.store.compression import Compression, check_installed
-from ucm.store.format import known_codec, plain, scatter
+from ucm.store.format import known_codec, scatter, verify
 from ucm.store.shares import Shares
 
 if TYPE_CHECKING:
@@ -474,9 +474,9 @@ class ValueTier(Tier):
         return None
 
     def _plain(self, key: BlockKey, stored: Buffer) -> Buffer:
-        """Return a value, decompressed and verified; raises like ``plain``."""
+        """Return a value, decompressed and verified; raises like ``verify``."""
         geometry = self.codec.geometry if self.codec is not None else None
-        return plain(stored, key, self.authenticator, namespace=self.namespace, geometry=geometry)
+        return verify(stored, key, self.authenticator, namespace=self.namespace, geometry=geometry)[1]
 
 
 #: Nanoseconds between the times of last use of blocks that are used in the same span, and end a token apart.

@@ -199,8 +199,8 @@ def codec_figures(stock: Stock) -> tuple[float, ...]:
 
     def decompress() -> None:
         for one in packed:
-            held, at = memoryview(one), 0
-            for piece in unpack(lambda begin, size, held=held: held[begin : begin + size], len(one), nbytes):  # type: ignore[misc] # mypy does not infer the default
+            at = 0
+            for piece in unpack(memoryview(one), nbytes):
                 into.data[at : at + len(piece)] = piece
                 at += len(piece)
 

@@ -18,7 +18,7 @@ from ucm.store.authentication import Authenticator, read_authenticator
 from ucm.store.base import BlockGeometry, StoreError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import authenticator_of, open_store
-from ucm.store.format import HeaderCodec, checksum, namespace_digest, plain, verify
+from ucm.store.format import HeaderCodec, checksum, namespace_digest, verify
 from ucm.store.inspection import check_block, stored_blocks
 from ucm.store.memory.segment import segments
 from ucm.store.posix.layout import Layout
@@ -323,8 +323,6 @@ def test_every_changed_byte_is_noticed_without_the_checksums() -> None:
             continue  # a checksum, which was renewed
         with pytest.raises(StoreError):
             verify(memoryview(value), KEYS[0], authenticator)
-        with pytest.raises(StoreError):
-            plain(memoryview(value), KEYS[0], authenticator)
 
 
 def test_a_tool_without_the_key_finds_damage_and_one_with_it_finds_forgeries(

@@ -45,8 +45,7 @@ def compressing(config: StoreConfig) -> StoreConfig:
 
 
 def unpacked(stored: bytes, nbytes: int, begin: int = 0, end: int | None = None) -> bytes:
-    view = memoryview(stored)
-    return b"".join(unpack(lambda at, size: view[at : at + size], len(stored), nbytes, begin, end))
+    return b"".join(unpack(memoryview(stored), nbytes, begin, end))
 
 
 def few_values(nbytes: int) -> bytes:

@@ -69,7 +69,7 @@ def test_the_layout_on_disk_is_as_documented() -> None:
 @pytest.mark.parametrize("geometry", [ODD, EVEN, MANY])
 def test_a_file_is_verified_by_its_own_header(geometry: BlockGeometry) -> None:
     file = file_of(geometry)
-    assert verify(memoryview(file), KEY).slice_sizes == geometry.slice_sizes
+    assert verify(memoryview(file), KEY)[0].slice_sizes == geometry.slice_sizes
     with pytest.raises(BlockForeignError, match=re.escape(KEY.hex())):
         verify(memoryview(file), key(2))
 

@@ -14,6 +14,7 @@ from tests.ucm.store.frozen import FrozenDirectory
 from ucm.store import copying, tiered
 from ucm.store.base import BlockMissingError, StoreFullError, StoreTimeoutError
 from ucm.store.factory import open_store
+from ucm.store.format import aligned_buffer
 from ucm.store.health import Pool, RefusableJob
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
@@ -295,15 +296,12 @@ def within(clock: SimulatedClock, seconds: float, task: Task) -> TaskResult:
 def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
     both: StoreConfig, server: Server, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    def full(nbytes: int) -> memoryview:
-        raise MemoryError(nbytes)
-
     with open_store(both, "n", EVEN, clock=clock) as store:
         save(store, KEYS, EVEN)
         assert store.flush(REST)
         empty(both)
         with monkeypatch.context() as patched:
-            patched.setattr(copying, "aligned_buffer", full)
+            patched.setattr(copying, "aligned_buffer", lambda nbytes: aligned_buffer(nbytes << 40))
             task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
             assert set(within(clock, REST, task).done) == set(KEYS)
         assert store.stats()["posix"].failures == {"promote.other": len(KEYS)}

@@ -243,7 +243,7 @@ class DramTier(Tier):
         header = bytearray(slot[: codec.nbytes])
         scatter(slot[codec.offsets[first] :], slices)
         if not codec.is_sound(header, key, first, slices):
-            return self._refused(place, key, codec.refusal_of(header, key))
+            return self._refused(place, key, codec.refusal(header, key))
         until = used_until(now, self._touch_seconds, block.depth)
         if segment.renewed[number] == until:
             return False

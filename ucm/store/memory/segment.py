@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey, BlockMissingError
-from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, check_geometry, decode, header_nbytes, scatter, verify
+from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, scatter, verify
 from ucm.store.posix.layout import owner_name, unlink_private
 from ucm.store.posix.paths import list_directory, make_directory, open_file, rename, status_of, unlink
 
@@ -359,8 +359,9 @@ class Segment:
             nbytes = decode(bytes(slot[: min(header_nbytes(bytes(slot[:UNIT])), slot.nbytes)])).file_nbytes
             content = aligned_buffer(min(nbytes, slot.nbytes))
             scatter(slot[: content.nbytes], [content])
-            header = verify(content, key, authenticator, namespace=namespace, any_key=any_key)
-            check_geometry(header, geometry)
+            header, content = verify(
+                content, key, authenticator, namespace=namespace, geometry=geometry, any_key=any_key
+            )
         except (BlockCorruptError, BlockForeignError) as error:
             if not (self.is_current() and self.holds(number, key)):
                 raise BlockMissingError(f"block {key.hex()} was deleted meanwhile", where=self.path) from error

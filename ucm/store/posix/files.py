@@ -34,16 +34,12 @@ from ucm.store.format import (
     UNIT,
     aligned_buffer,
     beyond,
-    check_geometry,
-    check_place,
-    checked,
     decode,
     gather,
     header_nbytes,
     nbytes_of,
-    pour,
     scatter,
-    uncompress,
+    verify,
 )
 from ucm.store.posix.layout import is_quarantined, owner_name, unlink_private
 from ucm.store.posix.paths import (
@@ -59,7 +55,7 @@ from ucm.store.posix.paths import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from typing import TypeVar
 
     from ucm.store.authentication import Authenticator
@@ -218,19 +214,9 @@ def read_file(
     Raises:
         StoreError: As for ``read_block``.
     """
-
-    def read(descriptor: int, header: BlockHeader, pieces: Iterator[Buffer]) -> Buffer:
-        check_geometry(header, geometry)
-        begin = bytearray(_pread(descriptor, header.nbytes))
-        uncompress(begin)
-        content = aligned_buffer(header.file_nbytes)
-        content[: header.nbytes] = begin
-        pour(checked(pieces, header, authenticator), [content[header.nbytes :]])
-        return content
-
     namespace = directory.layout.namespace
     try:
-        return _with_header(path, key, read, authenticator, namespace=namespace)
+        return check_file(path, key, authenticator, namespace=namespace, geometry=geometry)[1]
     except OSError as error:
         raise _failure(directory, key, path, error) from error
     except StoreError as error:
@@ -247,43 +233,43 @@ def read_header(path: str) -> BlockHeader:
     """
     descriptor, _ = open_file(path, os.O_RDONLY)
     try:
-        return decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))))
+        return _header(descriptor)
     finally:
         os.close(descriptor)
 
 
-def check_file(path: str, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:
-    """Check a block's whole file against its own header, without holding it in memory.
+def _header(descriptor: int) -> BlockHeader:
+    begin = os.pread(descriptor, UNIT, 0)
+    return decode(os.pread(descriptor, header_nbytes(begin), 0))
 
-    Args:
-        path: The file.
-        key: The block's key.
-        authenticator: Checks the tags as well, of a block that is authenticated by its key.
+
+def check_file(
+    path: str,
+    key: BlockKey,
+    authenticator: Authenticator | None = None,
+    *,
+    namespace: str | None = None,
+    geometry: BlockGeometry | None = None,
+    any_key: bool = False,
+) -> tuple[BlockHeader, Buffer]:
+    """Read a block's whole file, and return its header and the block without compression; see ``verify``.
 
     Raises:
-        BlockCorruptError: Bytes were changed, are missing or are too many.
-        BlockForeignError: The file is another block's, or has another format version.
+        StoreError: As for ``verify``.
         OSError: The file cannot be read.
     """
-
-    def check(_: int, header: BlockHeader, pieces: Iterator[Buffer]) -> BlockHeader:
-        for _piece in checked(pieces, header, authenticator):
-            pass
-        return header
-
-    return _with_header(path, key, check, authenticator, any_key=True)
-
-
-def read_body(path: str, key: BlockKey) -> bytes:
-    """Return the layer slices of a block's file, decompressed and back to back; raises like ``check_file``."""
-
-    def read(_: int, header: BlockHeader, pieces: Iterator[Buffer]) -> bytes:
-        body = bytearray()
-        for piece in checked(pieces, header):  # each is valid until the next one
-            body += piece
-        return bytes(body)
-
-    return _with_header(path, key, read, None)
+    descriptor, status = open_file(path, os.O_RDONLY)
+    try:
+        # No more than the block should have, and a byte that shows that there are too many.
+        nbytes = min(status.st_size, _header(descriptor).file_nbytes + 1)
+        content = aligned_buffer(nbytes)
+        content = content[: read_into(descriptor, [content], 0, nbytes)]
+        return verify(content, key, authenticator, namespace=namespace, geometry=geometry, any_key=any_key)
+    except StoreError as error:
+        error.file = status.st_dev, status.st_ino
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _failure(directory: Directory, key: BlockKey, path: str, error: OSError) -> StoreError:
@@ -299,99 +285,34 @@ def _failure(directory: Directory, key: BlockKey, path: str, error: OSError) -> 
     return directory.read_failed(error, path)
 
 
-def _with_header(
-    path: str,
-    key: BlockKey,
-    use: Callable[[int, BlockHeader, Iterator[Buffer]], T],
-    authenticator: Authenticator | None,
-    *,
-    namespace: str | None = None,
-    any_key: bool = False,
-) -> T:
-    """Open a file, check its header and place, and call ``use`` with it and the pieces of its layer slices."""
-    descriptor, status = open_file(path, os.O_RDONLY)
-    try:
-        header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))), authenticator, any_key=any_key)
-        check_place(header, key, namespace)
-
-        def read(at: int, nbytes: int) -> Buffer:
-            memory = aligned_buffer(nbytes)
-            return memory[: read_into(descriptor, [memory], at, nbytes)]
-
-        return use(descriptor, header, header.pieces(read, status.st_size))
-    except StoreError as error:
-        error.file = status.st_dev, status.st_ino
-        raise
-    finally:
-        os.close(descriptor)
-
-
 def _read(path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool) -> tuple[int, StoreError | None]:
     """Read and verify a block; return its time of last use, and what is wrong with it or None."""
     descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
+    read = read_direct if direct else read_into
+    nbytes, first, slices = status.st_size, block.first_slice, block.slices
+    begin, wanted = codec.offsets[first], block.nbytes
+    header: bytearray | None
     try:
-        if status.st_size == codec.file_nbytes:
-            sound = _is_sound(descriptor, codec, block, direct=direct)
-        else:
-            sound = _is_sound_compressed(descriptor, codec, block, status.st_size, direct=direct)
-        if sound:
+        if nbytes == codec.file_nbytes:
+            header = stored = bytearray(codec.nbytes)
+            if first == 0:
+                is_read = read(descriptor, [header, *slices], 0, begin + wanted) == begin + wanted
+            else:
+                is_read = read(descriptor, [header], 0, codec.nbytes) == codec.nbytes
+                is_read = is_read and read(descriptor, slices, begin, wanted) == wanted
+        else:  # compressed, or damaged
+            nbytes = min(nbytes, codec.file_nbytes)
+            content = aligned_buffer(nbytes)
+            is_read = read(descriptor, [content], 0, nbytes) == nbytes
+            stored = bytearray(content[: codec.nbytes])
+            header = codec.unpack(content, first, slices)
+        if is_read and header is not None and codec.is_sound(header, block.key, first, slices):
             return status.st_mtime_ns, None
-        refusal = _refusal(descriptor, codec, block, status.st_size, direct=direct)
-        refusal.file = status.st_dev, status.st_ino
-        return status.st_mtime_ns, refusal
     finally:
         os.close(descriptor)
-
-
-def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> bool:
-    """Read a file of the right length; return False if anything in it differs from what was stored."""
-    read = read_direct if direct else read_into
-    slices, first = block.slices, block.first_slice
-    begin = codec.offsets[first]
-    end = begin + block.nbytes
-    header = bytearray(codec.nbytes)
-    if first == 0:
-        if read(descriptor, [header, *slices], 0, end) != end:
-            return False
-    elif (
-        read(descriptor, [header], 0, codec.nbytes) != codec.nbytes
-        or read(descriptor, slices, begin, end - begin) != end - begin
-    ):
-        return False
-    return codec.is_sound(header, block.key, first, slices)
-
-
-def _is_sound_compressed(
-    descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int, *, direct: bool
-) -> bool:
-    """Read and decompress a file that is shorter than a block; return False as ``_is_sound`` does."""
-    if not codec.nbytes <= file_nbytes < codec.file_nbytes:
-        return False
-    read = read_direct if direct else read_into
-    stored = aligned_buffer(file_nbytes)
-    if read(descriptor, [stored], 0, file_nbytes) != file_nbytes:
-        return False
-    header = codec.unpack(stored, block.first_slice, block.slices)
-    return header is not None and codec.is_sound(header, block.key, block.first_slice, block.slices)
-
-
-def _refusal(
-    descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int, *, direct: bool
-) -> StoreError:
-    """Return what is wrong with a block, reading its header again."""
-    header = _pread(descriptor, UNIT, direct=direct)
-    try:
-        header = _pread(descriptor, header_nbytes(header), direct=direct)
-    except StoreError as error:
-        return error
-    return codec.refusal(header, block.key, file_nbytes)
-
-
-def _pread(descriptor: int, nbytes: int, *, direct: bool = False) -> bytes:
-    """Return the file's first bytes; fewer than ``nbytes`` only if the file is shorter."""
-    memory = bytearray(nbytes)
-    read = read_direct if direct else read_into
-    return bytes(memory[: read(descriptor, [memory], 0, nbytes)])
+    refusal = codec.refusal(stored, block.key, status.st_size)
+    refusal.file = status.st_dev, status.st_ino
+    return status.st_mtime_ns, refusal
 
 
 def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | bytearray]) -> None:

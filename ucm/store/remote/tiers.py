@@ -274,7 +274,7 @@ class RemoteTier(ValueTier):
             (content,) = self._client.fetch([self.path(value)], value.nbytes, until)
             if isinstance(content, StoreError):
                 return content
-            header = verify(content, value.key, self.authenticator, any_key=True)
+            header, _ = verify(content, value.key, self.authenticator, any_key=True)
             if header.namespace_digest.hex() != value.digest:
                 return BlockForeignError("the block belongs to another namespace")
             if header.tags:
@@ -347,7 +347,7 @@ class RemoteTier(ValueTier):
             return None
         if uncompress(header):  # of which only a part was asked for
             return _OtherFormError("the value is compressed")
-        return codec.refusal_of(header, block.key)
+        return codec.refusal(header, block.key)
 
 
 class _OtherFormError(BlockCorruptError):
