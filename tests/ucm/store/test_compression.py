@@ -23,8 +23,8 @@ from ucm.store.base import BlockCompressedError, BlockCorruptError, BlockGeometr
 from ucm.store.compression import FRAME, pack, unpack
 from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, stored_blocks, take_stock
+from ucm.store.posix.directory import Directory
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.tier import Directory
 from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def test_the_tally_and_the_statistics_count_stored_bytes(
     reserved: list[int] = []
     reserve = Directory.reserve
 
-    def counted(self: Directory, nbytes: int) -> None:
-        reserve(self, nbytes)
+    def counted(self: Directory, descriptor: int, nbytes: int) -> None:
+        reserve(self, descriptor, nbytes)
         reserved.append(nbytes)
 
     monkeypatch.setattr(Directory, "reserve", counted)

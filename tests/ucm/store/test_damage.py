@@ -12,7 +12,7 @@ import pytest
 from ucm.store.base import BlockCorruptError, BlockForeignError
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.tier import Directory, PosixTier
+from ucm.store.posix.tier import PosixTier
 from ucm.testing.blocks import ODD, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ucm.store.base import BlockKey, KVStore, StoreError
     from ucm.store.config import StoreConfig
+    from ucm.store.posix.directory import Directory
 
 NAMESPACE = "n"
 KEY = key(1)

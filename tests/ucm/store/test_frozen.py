@@ -19,7 +19,7 @@ from ucm.store.health import Pool, RefusableJob
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
-from ucm.store.posix import tier as posix_tier
+from ucm.store.posix.directory import Directory
 from ucm.store.posix.tier import PosixTier, _Question
 from ucm.store.tier import TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, content, fetch, filled, in_order, key, save
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ucm.clock import Event
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore, Task, TaskResult
     from ucm.store.config import StoreConfig
-    from ucm.store.posix.tier import Directory
     from ucm.store.tier import Outcome
 
 #: Enough keys for both of two directories to have some, whatever their names.
@@ -197,17 +196,17 @@ def test_closing_waits_once_for_all_writes_that_hang(
     frozen = FrozenDirectory(monkeypatch, str(tmp_path / "low-"), clock=clock)
     frozen.thawed.set()
     hanging, together = set[str](), clock.event()
-    write = posix_files.write_block
+    write = Directory.write
 
-    def hang(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | bytearray]) -> None:
-        hanging.add(directory.layout.root)
+    def hang(self: Directory, key: BlockKey, pieces: Sequence[Buffer | bytearray]) -> None:
+        hanging.add(self.layout.root)
         if len(hanging) == len(roots):
             frozen.thawed.clear()
             together.set()
         together.wait()
-        write(directory, key, pieces)
+        write(self, key, pieces)
 
-    monkeypatch.setattr(posix_tier, "write_block", hang)
+    monkeypatch.setattr(Directory, "write", hang)
     store = open_store(low, "n", EVEN, clock=clock)
     save(store, KEYS, EVEN)
     clock.run_until(lambda: len(hanging) == len(roots))

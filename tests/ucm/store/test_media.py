@@ -16,6 +16,7 @@ import pytest
 from ucm.store.base import BlockGeometry, BlockMissingError, StoreFullError, StoreUnavailableError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.posix import directory as posix_directory
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import tier as posix_tier
@@ -26,7 +27,7 @@ from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from tests.clock import SimulatedClock
-    from ucm.store.base import BlockTransfer, StoreError
+    from ucm.store.base import BlockTransfer
     from ucm.store.format import HeaderCodec
 
 NAMESPACE = "a/b"
@@ -65,7 +66,7 @@ def test_a_directory_whose_file_system_went_comes_back_after_a_rest(
     with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         shutil.rmtree(root)
-        monkeypatch.setattr(posix_tier, "_device", lambda path: 0)
+        monkeypatch.setattr(posix_directory, "_device", lambda path: 0)
         assert fetch(store, KEYS, ODD)[0] == {}
         for block in KEYS[:5]:
             assert isinstance(save(store, [block], ODD).failed[block], StoreUnavailableError)
@@ -297,7 +298,7 @@ def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
 def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    read = posix_files._read
+    read = posix_files.read_slices
     with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         assert isinstance(store, TieredStore)
@@ -305,15 +306,13 @@ def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
         assert isinstance(tier, posix_tier.PosixTier)
         [directory] = tier._directories
 
-        def refused(
-            path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool
-        ) -> tuple[float, StoreError | None]:
+        def refused(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> int:
             if direct:
                 directory.direct_io = False  # by another thread
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return read(path, codec, block, direct)
+            return read(path, codec, block, direct=direct)
 
-        monkeypatch.setattr(posix_files, "_read", refused)
+        monkeypatch.setattr(posix_directory, "read_slices", refused)
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
         assert not directory.reads.rests
 

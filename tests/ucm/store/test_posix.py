@@ -15,9 +15,8 @@ from ucm.errors import ConfigError
 from ucm.store.base import StoreFullError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.posix import files as posix_files
-from ucm.store.posix import tier as posix_tier
-from ucm.store.posix.files import _write
+from ucm.store.posix import directory as posix_directory
+from ucm.store.posix.directory import Directory
 from ucm.store.posix.paths import NewFile, file_system_of
 from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from tests.clock import SimulatedClock
     from ucm.store.base import Buffer
-    from ucm.store.posix.tier import Directory
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
@@ -65,7 +63,7 @@ def test_blocks_are_touched_on_ceph_alone(
 
     monkeypatch.setattr(NewFile, "touch", touch)
     for number, (system, expected) in enumerate([("ext4", 0), ("fuse.ceph-fuse", 1), ("ceph", 2)]):
-        monkeypatch.setattr(posix_tier, "file_system_of", lambda path, system=system: system if path else "")
+        monkeypatch.setattr(posix_directory, "file_system_of", lambda path, system=system: system if path else "")
         with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
             assert save(store, [key(number)], EVEN).failed == {}
         assert len(touched) == expected
@@ -76,14 +74,16 @@ def test_two_writers_leave_one_whole_block(
 ) -> None:
     written, goes_on = clock.event(), clock.event()
 
-    def late(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
-        file = _write(directory, pieces, nbytes, direct)
+    write = Directory._write
+
+    def late(self: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
+        file = write(self, pieces, nbytes, direct)
         if not written.is_set():
             written.set()
             goes_on.wait()
         return file
 
-    monkeypatch.setattr(posix_files, "_write", late)
+    monkeypatch.setattr(Directory, "_write", late)
     with open_store(config, NAMESPACE, ODD, clock=clock) as one, open_store(config, NAMESPACE, ODD, clock=clock) as two:
         (slow,) = filled(KEYS[:1], ODD, version=2)
         task = two.save([slow.transfer()])

@@ -23,11 +23,11 @@ from ucm.clock import SYSTEM
 from ucm.store.base import StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
+from ucm.store.posix import directory as posix_directory
 from ucm.store.posix import space as posix_space
-from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.scan import SAMPLE_BLOCKS, Scan, scan
 from ucm.store.posix.space import UNIT, State, Usage
-from ucm.store.posix.tier import Directory, PosixTier
+from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, key, save
 
@@ -220,7 +220,7 @@ def test_an_evictor_that_does_not_come_is_waited_for_once(
     with open_store(one_thread, NAMESPACE, EVEN, clock=clock) as store:
         began = clock.monotonic()
         assert len(save(store, KEYS, EVEN).failed) == 30
-        assert posix_tier._PATIENCE_SECONDS <= clock.monotonic() - began < 2 * posix_tier._PATIENCE_SECONDS
+        assert posix_directory._PATIENCE_SECONDS <= clock.monotonic() - began < 2 * posix_directory._PATIENCE_SECONDS
 
 
 def test_each_written_block_counts_once(config: StoreConfig, clock: SimulatedClock) -> None:
@@ -251,25 +251,28 @@ def test_a_scan_misses_no_block_that_is_being_written(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock, steps: int
 ) -> None:
     """Another process accounts for a block after so many steps of the evictor's: a look, a scan, a correction."""
-    root, reserve = config.directories[0], Directory.reserve
+    root, add = config.directories[0], Usage.add
+    state: State | None = None
 
-    def meanwhile(self: Directory, nbytes: int) -> None:
+    def meanwhile(self: Usage, nbytes: int, limit: float | None) -> State | None:
+        nonlocal state
         before, found = State(0, None, 0), 0.0
         for step in range(4):
             if step == steps:
-                reserve(self, nbytes)
+                state = add(self, nbytes, limit)
             if step == 0:
                 before = usage.read() or before
             elif step == 1:
                 found = scan(root).nbytes
             elif step == 2:
                 usage.reset(found, before, None)
+        return state
 
     with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS[:1], EVEN)
         usage = evictor_of(store)._directory.usage
         clock.run_until(usage.elect)
-        monkeypatch.setattr(Directory, "reserve", meanwhile)
+        monkeypatch.setattr(Usage, "add", meanwhile)
         save(store, KEYS[1:2], EVEN)
         now = usage.read()
         assert now is not None
@@ -309,7 +312,7 @@ def test_a_store_of_before_is_counted(config: StoreConfig, clock: SimulatedClock
 def test_the_smallest_capacity_wins_whoever_evicts(config: StoreConfig, clock: SimulatedClock) -> None:
     with open_store(config, NAMESPACE, EVEN, clock=clock) as one:
         save(one, KEYS, EVEN)
-        clock.run_until(lambda: evictor_of(one)._root._elected)
+        clock.run_until(lambda: evictor_of(one)._elected)
         with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN, clock=clock) as two:
             clock.run_until(lambda: not save(two, [key(100)], EVEN).failed)
             clock.run_until(lambda: one.stats()["posix"].evicted_blocks >= 20)

@@ -21,8 +21,8 @@ from ucm.store.factory import is_on_servers, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.inspection import unmarked
 from ucm.store.memory.directory import check_apart
+from ucm.store.posix.directory import check_root
 from ucm.store.posix.layout import distrusted_namespaces, namespaces
-from ucm.store.posix.tier import check_root
 from ucm.store.remote.tiers import RemoteTier
 
 if TYPE_CHECKING:

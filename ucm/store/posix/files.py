@@ -19,12 +19,10 @@ import stat
 import threading
 import time
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ucm.store.base import (
-    BlockMissingError,
-    BlockUnreadableError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
@@ -37,14 +35,11 @@ from ucm.store.format import (
     decode,
     gather,
     header_nbytes,
-    nbytes_of,
     scatter,
     verify,
 )
-from ucm.store.posix.layout import is_quarantined, owner_name, unlink_private
+from ucm.store.posix.layout import is_quarantined
 from ucm.store.posix.paths import (
-    NewFile,
-    NotAFileError,
     list_directory,
     make_directory,
     open_file,
@@ -62,7 +57,6 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.format import BlockHeader, HeaderCodec
     from ucm.store.posix.layout import Layout
-    from ucm.store.posix.tier import Directory
 
     T = TypeVar("T")
 
@@ -145,85 +139,6 @@ def _bounce(nbytes: int) -> Buffer:
     return memoryview(memory)[:nbytes]
 
 
-#: Errors about one file rather than the medium, provided that the file can be moved away.
-_OF_ONE_FILE = frozenset(
-    {
-        errno.EIO,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EUCLEAN,
-        errno.EBADMSG,
-        errno.ENODATA,
-        errno.EOVERFLOW,
-        errno.EREMOTEIO,
-    }
-)
-
-
-def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> int:
-    """Load a block's layer slices into memory and verify them.
-
-    Args:
-        directory: The directory of the block.
-        codec: The codec of the expected header.
-        block: The layer slices to read, and their memory.
-        path: The block's file.
-
-    Returns:
-        The file's time of last use, in nanoseconds since the epoch.
-
-    Raises:
-        BlockMissingError: There is no such block.
-        BlockCorruptError: The block is damaged; the caller quarantines it.
-        BlockForeignError: The file is not the expected block; the caller quarantines it.
-        BlockUnreadableError: The medium cannot read it; the caller quarantines it, or treats the medium as broken.
-        StoreError: The directory rests or cannot be read.
-    """
-    if not directory.reads.allows():
-        raise directory.reads.refusal(directory.layout.root)
-    try:
-        used, refusal = directory.directly(partial(_read, path, codec, block))
-    except OSError as error:
-        raise _failure(directory, block.key, path, error) from error
-    except StoreError as error:
-        error.where = path
-        raise
-    directory.reads.succeeded()
-    if refusal is not None:
-        refusal.where = path
-        raise refusal
-    return used
-
-
-def read_file(
-    directory: Directory,
-    geometry: BlockGeometry | None,
-    key: BlockKey,
-    path: str,
-    authenticator: Authenticator | None = None,
-) -> Buffer:
-    """Return a block's whole file, decompressed, verified against its own header.
-
-    Args:
-        directory: The directory that it is in.
-        geometry: The expected geometry; None: any.
-        key: The block's key.
-        path: Its file.
-        authenticator: Authenticates blocks; None: they have checksums alone.
-
-    Raises:
-        StoreError: As for ``read_block``.
-    """
-    namespace = directory.layout.namespace
-    try:
-        return check_file(path, key, authenticator, namespace=namespace, geometry=geometry)[1]
-    except OSError as error:
-        raise _failure(directory, key, path, error) from error
-    except StoreError as error:
-        error.where = path
-        raise
-
-
 def read_header(path: str) -> BlockHeader:
     """Return the header of a block's file, unauthenticated.
 
@@ -272,21 +187,22 @@ def check_file(
         os.close(descriptor)
 
 
-def _failure(directory: Directory, key: BlockKey, path: str, error: OSError) -> StoreError:
-    """Return the error of a block that cannot be read, which may be the block's or the medium's."""
-    if isinstance(error, FileNotFoundError):
-        if directory.reads.probing:
-            directory.reads.succeeded()  # the medium answers
-        return BlockMissingError(f"block {key.hex()} is not in the store", where=path)
-    if isinstance(error, NotAFileError):
-        return BlockUnreadableError("there is something else in the block's place", where=path)
-    if error.errno in _OF_ONE_FILE:
-        return BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=path)
-    return directory.read_failed(error, path)
+def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> int:
+    """Read layer slices of a block into memory, with one system call for a whole block, and verify them.
 
+    Args:
+        path: The block's file.
+        codec: The codec of the expected header.
+        block: The layer slices to read, and their memory.
+        direct: Whether to bypass the page cache.
 
-def _read(path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool) -> tuple[int, StoreError | None]:
-    """Read and verify a block; return its time of last use, and what is wrong with it or None."""
+    Returns:
+        The file's time of last use, in nanoseconds since the epoch.
+
+    Raises:
+        StoreError: The file is not the expected block, or damaged.
+        OSError: The file cannot be read.
+    """
     descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
     read = read_direct if direct else read_into
     nbytes, first, slices = status.st_size, block.first_slice, block.slices
@@ -307,102 +223,13 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, direct: bool) -> 
             stored = bytearray(content[: codec.nbytes])
             header = codec.unpack(content, first, slices)
         if is_read and header is not None and codec.is_sound(header, block.key, first, slices):
-            return status.st_mtime_ns, None
+            return status.st_mtime_ns
+        raise codec.refusal(stored, block.key, status.st_size)
+    except StoreError as error:
+        error.file = status.st_dev, status.st_ino
+        raise
     finally:
         os.close(descriptor)
-    refusal = codec.refusal(stored, block.key, status.st_size)
-    refusal.file = status.st_dev, status.st_ino
-    return status.st_mtime_ns, refusal
-
-
-def write_block(directory: Directory, key: BlockKey, pieces: Sequence[Buffer | bytearray]) -> None:
-    """Write a block's file under a private name, and rename it into its place.
-
-    If another writer was faster, its block stays: it may have a lease.
-
-    Args:
-        directory: The directory of the block.
-        key: The block's key.
-        pieces: The file's content.
-
-    Raises:
-        StoreError: The directory rests, has no room, or cannot be written.
-    """
-    if not directory.writes.allows():
-        raise directory.writes.refusal(directory.layout.root)
-    where = directory.layout.temporary
-    file, published = None, False
-    try:
-        file = directory.directly(partial(_write, directory, pieces, nbytes_of(pieces)))
-        where = directory.layout.block(key)
-        with suppress(FileExistsError):
-            directory.publish(file, key)
-            published = True
-    except StoreFullError:  # the evictor is behind, which is no failure of the medium
-        directory.writes.succeeded()
-        raise
-    except OSError as error:
-        failure = directory.write_failed(error, where)
-        if isinstance(failure, StoreFullError):
-            directory.evictor.full()
-        raise failure from error
-    finally:
-        if file is not None:
-            file.close(deletes=not published)
-    directory.writes.succeeded()
-
-
-def _reserve(directory: Directory, descriptor: int, nbytes: int) -> None:
-    """Account for an empty file and give it its size; if there is no room, ask the evictor for it and wait briefly.
-
-    The file has its size before it counts: a scan that begins later finds it, and one that began earlier adds what was
-    accounted for since. So none misses it, and the directory never holds more than it may.
-    """
-
-    def reserve() -> None:
-        os.ftruncate(descriptor, nbytes)
-        try:
-            directory.reserve(nbytes)
-        except StoreFullError:
-            os.ftruncate(descriptor, 0)
-            raise
-
-    try:
-        reserve()
-    except StoreFullError:
-        directory.evictor.behind()
-        directory.wait_for_room(reserve)
-
-
-def _write(directory: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
-    """Write a new file, if wanted past the page cache."""
-    flags = os.O_WRONLY | os.O_DIRECT if direct else os.O_WRONLY
-    path, descriptor = f"{directory.layout.temporary}/{owner_name()}", -1
-    try:
-        descriptor = directory.with_directories(partial(directory.layout.new_file, path, flags))
-        file = NewFile(descriptor)
-    except OSError:
-        if descriptor >= 0:
-            os.close(descriptor)
-        unlink_private(path)  # also where the file system refuses O_DIRECT, Linux has made it
-        raise
-    try:
-        try:
-            directory.with_directories(partial(_reserve, directory, descriptor, nbytes))
-            if directory.claims_space and nbytes >= CLAIM_FROM:
-                directory.claims_space = claim_space(descriptor, nbytes)
-            if direct:
-                write_direct(descriptor, pieces, nbytes)
-            else:
-                write_from(descriptor, pieces, 0, nbytes)
-            if directory.fsync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)  # where a network file system may report that it could not write
-    except BaseException:
-        file.close(deletes=True)
-        raise
-    return file
 
 
 #: Smaller files are written faster without claiming their space.

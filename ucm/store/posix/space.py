@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ucm.clock import Clock, Thread
     from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
-    from ucm.store.posix.tier import Directory
+    from ucm.store.posix.directory import Directory
 
 
 USAGE_FILE = "USED"
@@ -287,6 +287,14 @@ _MOST_TOUCHES = 1 << 19
 CLOSE_SECONDS = 5.0
 
 
+@dataclass(slots=True)
+class _Seen:
+    """The length of the tally at a given time."""
+
+    tally: int
+    moment: float
+
+
 class Evictor:
     """Evicts blocks of one directory in its own thread, so that a stuck directory does not stop eviction in others.
 
@@ -302,13 +310,22 @@ class Evictor:
     ) -> None:
         self._directory = directory
         self._clock = clock
-        self._root = _Root(directory, stale_seconds, evicted, clock)
+        self._usage, self._leases = directory.usage, directory.leases
+        self._stale_seconds = stale_seconds
+        self._evicted = evicted
         self._lock = clock.lock()
         self._wake, self._stop = clock.event(), clock.event()
         self._thread: Thread | None = None
         self._closed = False
         self._busy_since: float | None = None  # None between two looks
         self._touches: deque[tuple[str, int, Callable[[], None]]] = deque()
+        self._elected = False
+        self._seen: _Seen | None = None
+        self._scanned = _Seen(0, 0.0)
+        self._next_mend: float | None = None
+        self._next_cleanup = 0.0
+        self._found = Scan()  # its remaining files can be deleted, oldest first
+        self._in_vain = False  # the last scan found too few files that may be deleted
 
     def start(self) -> None:
         """Start the thread, unless it has started."""
@@ -369,7 +386,7 @@ class Evictor:
         """
         thread, since = self._thread, self._busy_since
         if thread is None:
-            self._root.close()
+            self._usage.close()
             return
         if since is not None:
             until = min(until, since + CLOSE_SECONDS)
@@ -388,11 +405,11 @@ class Evictor:
                 self._wake.wait(pause)
         self._busy_since = self._clock.monotonic()
         self._renew()
-        self._root.close()
+        self._usage.close()
 
     def _look(self) -> float:
         try:
-            return self._root.look(self._clock.monotonic())
+            return self.look(self._clock.monotonic())
         except OSError:
             return _LOOK_SECONDS[1]  # the root may be reachable next time
         except Exception:  # noqa: BLE001 - without an evictor the store would fill up
@@ -409,47 +426,6 @@ class Evictor:
                 self._touches.append(one)
             except OSError:
                 failed()
-
-
-def close_evictors(evictors: Sequence[Evictor], *, clock: Clock = SYSTEM) -> None:
-    """Close evictors; abandon threads that are stuck in a directory."""
-    for evictor in evictors:
-        evictor.stop()
-    until = clock.monotonic() + CLOSE_SECONDS
-    for evictor in evictors:
-        evictor.join(until)
-
-
-@dataclass(slots=True)
-class _Seen:
-    """The length of the tally at a given time."""
-
-    tally: int
-    moment: float
-
-
-class _Root:
-    """One directory with the state of its evictor."""
-
-    def __init__(
-        self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None], clock: Clock
-    ) -> None:
-        self._directory = directory
-        self._clock = clock
-        self._usage = directory.usage
-        self._stale_seconds = stale_seconds
-        self._evicted = evicted
-        self._elected = False
-        self._seen: _Seen | None = None
-        self._scanned = _Seen(0, 0.0)
-        self._next_mend: float | None = None
-        self._next_cleanup = 0.0
-        self._found = Scan()  # its remaining files can be deleted, oldest first
-        self._in_vain = False  # the last scan found too few files that may be deleted
-        self._leases = directory.leases
-
-    def close(self) -> None:
-        self._usage.close()
 
     def look(self, now: float) -> float:
         """Do what is due, and return the seconds until the next call.
@@ -562,6 +538,15 @@ class _Root:
         written = (state.tally - seen.tally) / max(now - seen.moment, 1e-3)
         room = max(0.0, limit * _EVICT_FROM - state.nbytes) / 4096
         return min(max(0.5 * room / max(written, 1e-9), _LOOK_SECONDS[0]), _LOOK_SECONDS[1])
+
+
+def close_evictors(evictors: Sequence[Evictor], *, clock: Clock = SYSTEM) -> None:
+    """Close evictors; abandon threads that are stuck in a directory."""
+    for evictor in evictors:
+        evictor.stop()
+    until = clock.monotonic() + CLOSE_SECONDS
+    for evictor in evictors:
+        evictor.join(until)
 
 
 def _smaller(*limits: float | None) -> float | None:

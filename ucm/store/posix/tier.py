@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from contextlib import suppress
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
-from ucm.logger import get_logger
 from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
     BlockUnreadableError,
     StoreError,
-    StoreFullError,
     StoreTimeoutError,
 )
 from ucm.store.format import known_codec, nbytes_of
-from ucm.store.health import Breaker, Pool, RefusableJob
-from ucm.store.posix.files import quarantine, read_block, read_file, store_error, write_block
-from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
-from ucm.store.posix.leases import LeaseRules, pinned_until
+from ucm.store.health import RefusableJob
+from ucm.store.posix.directory import Directory
+from ucm.store.posix.files import quarantine
+from ucm.store.posix.layout import check_namespace, key_of
+from ucm.store.posix.leases import pinned_until
 from ucm.store.posix.paths import (
-    NotAFileError,
-    distrust,
-    file_system_of,
-    group_id,
-    make_directory,
-    shared_group,
     touch,
     unlink,
 )
-from ucm.store.posix.space import USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.shares import Shares
+from ucm.store.posix.space import close_evictors
 from ucm.store.tier import (
     CompressingOptions,
     Leased,
@@ -56,265 +45,12 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
-    from ucm.store.posix.paths import NewFile
     from ucm.store.tier import Outcome, TierOptions, TierPlace
 
     T = TypeVar("T")
 
-#: How long a write waits for the evictor at most, and how often it checks, in seconds.
-_PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
-#: How often missing directories are made for one file.
-_TRIES = 2
 #: How often a tool tries to lease a file that another process holds, for microseconds, and the seconds in between.
 TOUCH_TRIES, TOUCH_SECONDS = 20, 0.005
-#: The file systems on which a renamed file is touched: until its writer has sent another request for it, the server
-#: lets each other host that looks for it wait until its next tick, for five seconds.
-_TOUCHED_AFTER_RENAME = frozenset({"ceph", "fuse.ceph-fuse"})
-#: How many lookups of one directory may run at once.
-_LOOKUP_THREADS = 2
-
-
-class Directory:
-    """A configured directory, opened for one namespace.
-
-    Args:
-        root: The path of the directory.
-        namespace: The namespace.
-        config: The store's options.
-        share: The most bytes that it may hold; None: no limit.
-        evicted: Called with the path of each block deleted to make room.
-        clock: The store's clock.
-
-    Raises:
-        ConfigError: The directory is missing, cannot be used by this user, or others may write to it.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        namespace: str,
-        config: StoreConfig,
-        share: float | None,
-        evicted: Callable[[str], None],
-        *,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self.clock = clock
-        self.layout = Layout(root, namespace)
-        self.share = share
-        self.usage = Usage(self.layout.root)
-        self.leases, self.touch_seconds = LeaseRules.of(config), config.touch_seconds
-        self.shares = Shares.of(config)
-        self.held_of: dict[str, int] = {}  #: the bytes of each account with a weight at the last scan, likewise
-        self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
-        #: The bytes held, for all namespaces and all writers, as last read; None if unknown.
-        self.used_bytes: int | None = None
-        self.direct_io = config.direct_io
-        self.fsync = config.fsync
-        self.claims_space = True
-        self.quarantine_keep = config.quarantine_keep
-        self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds, clock=clock)
-        self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds, clock=clock)
-        stuck, rest = config.stuck_seconds, config.rest_seconds
-        self.lookups = Pool("ucm-lookup", _LOOKUP_THREADS, patience=stuck, rest=rest, clock=clock)
-        check_root(root, config.trusted_group)
-        _check_namespace(self.layout)
-        self.layout.keep_identity()
-        self._taking = clock.lock()  # held while the tally is read
-        self._is_patient = True
-        self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
-        self._parent_device = _device(self._parent)
-        self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
-        self.evictor = Evictor(self, config.stale_seconds, evicted, clock=clock)
-
-    def holds(self, key: BlockKey) -> bool:
-        """Return whether a block exists, judged by its name."""
-        return os.access(self.layout.block(key), os.F_OK, follow_symlinks=False)
-
-    def reserve(self, nbytes: int) -> None:
-        """Account for a block to be written; what is not written then counts until the next scan.
-
-        Raises:
-            StoreFullError: The directory would exceed its share: the evictor is behind.
-            OSError: The directory is missing or cannot be written.
-        """
-        with self._taking:
-            state = self.usage.add(nbytes, self.share)
-        if state is None:
-            raise StoreFullError(
-                f"the {self.share:.0f} bytes that the directory may hold are in use",
-                where=self.layout.root,
-                fix="none is needed if this is seldom: the evictor is behind; else raise the capacity",
-            )
-        self.used_bytes = state.nbytes
-
-    def wait_for_room(self, reserve: Callable[[], None]) -> None:
-        """Reserve, and wait briefly for the evictor; after a failure do not wait again until there is room.
-
-        Without that, writes would queue up.
-
-        Args:
-            reserve: Calls ``reserve``.
-
-        Raises:
-            StoreFullError: There is still no room.
-            OSError: As for ``reserve``.
-        """
-        deadline = self.clock.monotonic() + (_PATIENCE_SECONDS if self._is_patient else 0.0)
-        while True:
-            try:
-                reserve()
-            except StoreFullError:
-                if self.clock.monotonic() >= deadline:
-                    self._is_patient = False
-                    raise
-                self.clock.sleep(_RETRY_SECONDS)
-            else:
-                self._is_patient = True
-                return
-
-    def publish(self, file: NewFile, key: BlockKey) -> None:
-        """Rename a temporary file to its block's name.
-
-        If the namespace's directory was renamed meanwhile, the file goes where readers now look for it.
-
-        Raises:
-            FileExistsError: The block is there.
-            OSError: The file cannot be renamed.
-        """
-        self.with_directories(partial(self._publish, file, self.layout.block(key)))
-
-    def with_directories(self, call: Callable[[], T]) -> T:
-        """Call a function that needs the namespace's directories, and make missing ones.
-
-        This is repeated, because directories may be renamed or deleted at any moment, even while they are made.
-
-        Raises:
-            OSError: The directories cannot be made, or the call raised it.
-        """
-        for _ in range(_TRIES):
-            try:
-                return call()
-            except FileNotFoundError:
-                with suppress(FileNotFoundError):  # the call then reports what is missing
-                    self._make()
-        return call()
-
-    def _publish(self, file: NewFile, path: str) -> None:
-        try:
-            file.move(path)
-        except FileNotFoundError:
-            make_directory(path.rpartition("/")[0], self.layout.group)
-            file.move(path)
-        if self._touches:
-            file.touch()
-
-    def read_failed(self, error: OSError, path: str) -> StoreError:
-        """Note that a file could not be read, and return the error."""
-        found = store_error(error, path)
-        self.reads.failed(found)
-        return found
-
-    def write_failed(self, error: OSError, path: str) -> StoreError:
-        """Note that a file could not be written, and return the error."""
-        found = store_error(error, path)
-        self.writes.failed(found)
-        return found
-
-    def directly(self, call: Callable[[bool], T]) -> T:
-        """Call a function with whether to use direct I/O; where that is refused, again and from now on without.
-
-        Raises:
-            OSError: The call raised it.
-        """
-        direct = self.direct_io  # another thread may switch it off meanwhile
-        try:
-            return call(direct)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
-                raise
-            if self.direct_io:
-                self.direct_io = False
-                get_logger(__name__).warning(
-                    "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
-                )
-        return call(False)
-
-    def _make(self) -> None:
-        """Make the namespace's missing directories.
-
-        A deleted root is made again at once. But if its parent is now on another file system than before, the root may
-        be about to be mounted again: then only a probe after a rest makes it.
-
-        Raises:
-            OSError: They cannot be made.
-        """
-        if self.writes.probing or self._parent_device == _device(self._parent):
-            make_directory(self.layout.root)
-        self.layout.make()
-
-
-def _device(path: str) -> int:
-    """Return the device of a directory's file system; -1 if the directory is missing."""
-    try:
-        return Path(path).stat().st_dev
-    except OSError:
-        return -1
-
-
-def check_root(root: str, trusted_group: str | int | None) -> None:
-    """Refuse a directory that cannot hold a store, or into which others could put blocks.
-
-    Args:
-        root: The path of the directory; it may itself be a symbolic link.
-        trusted_group: As in ``StoreConfig``.
-
-    Raises:
-        ConfigError: The directory is missing, is not writable by this user, or is writable by others.
-    """
-    where = f"store: directories: {root}"
-    fix = "make it with `mkdir -m 700`, owned by the user who runs the engine"
-    try:
-        status = Path(root).stat()
-    except OSError as error:
-        raise ConfigError(
-            f"a directory of the store cannot be opened: {error.strerror}", where=where, fix=fix
-        ) from error
-    reason = distrust(status, group_id(trusted_group))
-    if reason:
-        share = "name the group in trusted_group if all of its members may read prompts and forge answers"
-        raise ConfigError(reason, where=where, fix=f"{fix} (`chown`, `chmod go-w`), or {share}")
-    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError("it cannot be written by this user", where=where, fix=fix)
-
-
-def _check_namespace(layout: Layout) -> None:
-    """Refuse a namespace that others may write to, or with symbolic links in place of our files and directories.
-
-    Raises:
-        ConfigError: The namespace is refused.
-    """
-    try:
-        reason = distrust(Path(layout.base).lstat(), shared_group(layout.root))
-    except FileNotFoundError:
-        reason = ""
-    except OSError as error:
-        reason = f"it cannot be reached: {error.strerror}"
-    if reason:
-        raise _refused(layout.base, reason)
-    for path in (
-        *(layout.temporary, layout.quarantine),
-        *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY)),
-        f"{layout.root}/{USAGE_FILE}",
-    ):
-        if os.path.islink(path):  # noqa: PTH114 - unlike Path.is_symlink, it never raises
-            raise _refused(path, "it is a symbolic link")
-
-
-def _refused(path: str, reason: str) -> ConfigError:
-    return ConfigError(reason, where=f"store: directories: {path}", fix="delete it: engines make it again")
-
-
 #: The number of hash slots, by a key's last two bytes, that are spread over the directories.
 _SLOTS = 4096
 #: Errors of one block rather than of the medium.
@@ -440,16 +176,15 @@ class PosixTier(Tier):
         return outcomes
 
     def read(self, block: BlockTransfer) -> bool:
-        """Load a block's layer slices, with one system call for a whole block.
+        """Load a block's layer slices.
 
         Returns:
             Whether the block's time of last use was old.
         """
         self._start_evictors()
         directory = self._directory(block.key)
-        path = directory.layout.block(block.key)
         try:
-            used = read_block(directory, known_codec(self._codec), block, path)
+            used = directory.read(known_codec(self._codec), block)
         except StoreError as error:
             self._fail(directory, block.key, error)
         now = self.clock.time()
@@ -538,7 +273,7 @@ class PosixTier(Tier):
         directory = self._directory(key)
         try:
             geometry = self._codec.geometry if self._codec is not None else None
-            return read_file(directory, geometry, key, directory.layout.block(key), self._authenticator)
+            return directory.read_file(key, geometry, self._authenticator)
         except StoreError as error:
             self._fail(directory, key, error)
 
@@ -552,7 +287,7 @@ class PosixTier(Tier):
         directory = self._directory(key)
         self._start_evictors()
         stored = known_codec(self._codec).pack(pieces) if self._compresses else pieces
-        write_block(directory, key, stored)
+        directory.write(key, stored)
         if self._compresses:
             self.counters.compressed(nbytes_of(stored))
         self._renewed.discard(key)
@@ -606,7 +341,7 @@ class PosixTier(Tier):
         """
         self._renewed.discard(key)
         if isinstance(error, _OF_THE_BLOCK):
-            if quarantine(directory.layout, key, error, directory.quarantine_keep):
+            if quarantine(directory.layout, key, error, self._config.quarantine_keep):
                 self.counters.quarantined()
                 directory.reads.succeeded()
             elif isinstance(error.__cause__, OSError):
