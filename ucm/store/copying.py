@@ -12,7 +12,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
-from ucm.store.format import aligned_buffer, body_nbytes, gather
+from ucm.store.format import aligned_buffer, body_nbytes, gather, known_codec
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucm.store.format import HeaderCodec
     from ucm.store.guard import Guard
 
-#: How many blocks may wait to be read from a lower tier; more would be outdated by the time they arrive.
-_MOST_WAITING = 1024
 #: How many blocks are looked up in a tier at once.
 _BATCH = 64
 #: How often a block is tried that the medium did not accept, in case the block itself is the cause. More often than
@@ -37,7 +35,7 @@ CLOSE_SECONDS = 10.0
 
 
 class Promoter:
-    """Copies just loaded blocks from memory into the first tier; those that were loaded in part are read again.
+    """Copies blocks that were just loaded as a whole into the first tier, from the memory that they were loaded into.
 
     Args:
         first: The first tier.
@@ -51,76 +49,49 @@ class Promoter:
         self._limit = limit
         self._lock = Lock()
         self._waiting: set[BlockKey] = set()
-        self._nbytes = 0  # bytes copied and not yet written
         self._closed = False
 
-    def promote(self, source: Guard, key: BlockKey, depth: int = 0) -> None:
-        """Copy a block from the lower tier that has it, unless it is being copied already or too many are."""
-        with self._lock:
-            if self._closed or key in self._waiting or len(self._waiting) >= _MOST_WAITING:
-                return
-            self._waiting.add(key)
-        with suppress(ValueError):  # closed meanwhile
-            source.save_later([(key, partial(self._fetch, source, key, depth), partial(self._forget, key))])
-
-    def keep(self, source: Guard, block: BlockTransfer) -> None:
+    def keep(self, block: BlockTransfer) -> None:
         """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
-        codec = self._codec
-        if codec is None or block.nbytes < codec.geometry.nbytes:
-            self.promote(source, block.key, block.depth)
+        codec = known_codec(self._codec)
+        if block.nbytes < codec.geometry.nbytes:
             return
         with self._lock:
-            if self._closed or block.key in self._waiting or self._nbytes + codec.file_nbytes > self._limit:
+            most = self._limit // codec.file_nbytes
+            if self._closed or block.key in self._waiting or len(self._waiting) >= most:
                 return
             self._waiting.add(block.key)
-            self._nbytes += codec.file_nbytes
         try:
             content = aligned_buffer(codec.file_nbytes)
         except StoreError as error:
             self._first.counters.failed("promote", error)
-            self._forget(block.key, codec.file_nbytes)
+            self._forget(block.key)
             return
         gather(block.slices, content[codec.nbytes :])
         with suppress(ValueError):  # closed meanwhile
-            write = partial(self._write_loaded, codec, block.key, block.depth, content)
-            self._first.save_later([(block.key, write, partial(self._forget, block.key, codec.file_nbytes))])
+            write = partial(self._write, codec, block.key, block.depth, content)
+            self._first.save_later([(block.key, write, partial(self._forget, block.key))])
 
     def close(self) -> None:
         """Skip queued copies."""
         with self._lock:
             self._closed = True
 
-    def _fetch(self, source: Guard, key: BlockKey, depth: int) -> None:
-        """Read a block from a lower tier and queue it to be written."""
-        try:
-            content = source.read_file(key)
-        except StoreError as error:
-            if not isinstance(error, BlockMissingError):
-                self._first.counters.failed("promote", error)
-            self._forget(key)
-            return
-        with suppress(ValueError):  # closed meanwhile
-            self._first.save_later([(key, partial(self._write, key, content, depth), partial(self._forget, key))])
-
-    def _write_loaded(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
-        content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
-        self._write(key, content, depth, codec.file_nbytes)
-
-    def _write(self, key: BlockKey, content: Buffer, depth: int, counted: int = 0) -> None:
+    def _write(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
         try:
             if not self._closed and not self._first.has(key):  # another engine may have been faster
-                self._first.put(key, [content], body_nbytes(content), depth)
+                content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
+                self._first.put(key, [content], codec.geometry.nbytes, depth)
         except StoreError as error:
             self._first.counters.failed("promote", error)
         except Exception as error:  # noqa: BLE001 - otherwise the block would count as being copied for ever
             self._first.counters.failed("promote", unexpected(error))
         finally:
-            self._forget(key, counted)
+            self._forget(key)
 
-    def _forget(self, key: BlockKey, nbytes: int = 0) -> None:
+    def _forget(self, key: BlockKey) -> None:
         with self._lock:
             self._waiting.discard(key)
-            self._nbytes -= nbytes
 
 
 class _Waiting(NamedTuple):

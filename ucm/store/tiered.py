@@ -256,7 +256,7 @@ class TieredStore(KVStore):
                     left.append((block, outcome))
                     continue
                 if number:
-                    self._promoter.keep(guard, block)
+                    self._promoter.keep(block)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.renew({block.key: block.depth})
