@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.store.base import BlockMissingError
+from ucm.store.format import known_codec
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import FILE_MODE, make_directory
 from ucm.store.posix.tier import PosixTier
@@ -15,9 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
-    from ucm.store.config import StoreConfig
-    from ucm.store.format import HeaderCodec
-    from ucm.store.tier import Leased, TierOptions, TierPlace
+    from ucm.store.tier import CompressingOptions, Leased, TierPlace
 
 CARELESS = f"{__name__}:CarelessTier"
 
@@ -25,15 +25,9 @@ CARELESS = f"{__name__}:CarelessTier"
 class CarelessTier(PosixTier):
     """A tier that writes blocks in place and checks nothing."""
 
-    def __init__(self, config: StoreConfig, namespace: str, codec: HeaderCodec) -> None:
-        self._shapes = codec
-        super().__init__("posix", config.directories, namespace, codec, config, None)
-
-    @classmethod
-    def open(cls, options: TierOptions, place: TierPlace) -> CarelessTier:
-        del options
-        assert place.codec is not None
-        return cls(place.config, place.namespace, place.codec)
+    def __init__(self, options: CompressingOptions, place: TierPlace) -> None:
+        super().__init__(options, replace(place, authenticator=None))
+        self._shapes = known_codec(place.codec)
 
     def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
         del deadline

@@ -17,9 +17,9 @@ from tests.campaign.figures import Figures
 from tests.campaign.processes import in_new_process
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.inspection import side_files
 from ucm.store.memory.directory import in_memory
 from ucm.store.posix.layout import namespaces
+from ucm.store.posix.scan import side_files
 
 if TYPE_CHECKING:
     import random

@@ -307,10 +307,6 @@ class KVStore(ABC):
 _ASK_SECONDS = 1.0
 
 
-def _ignore(waits: bool) -> None:
-    """Do nothing for a task that somebody asks for."""
-
-
 class TransferTask(Task):
     """Collects the outcomes of a number of transfers.
 
@@ -321,7 +317,7 @@ class TransferTask(Task):
         clock: The store's clock.
     """
 
-    def __init__(self, transfers: int, asked: Callable[[bool], object] = _ignore, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, transfers: int, asked: Callable[[bool], object] = bool, *, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self._asked = asked
         self._started = clock.monotonic()

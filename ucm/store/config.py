@@ -159,6 +159,13 @@ class StoreConfig:
         return pipeline_parts(self.pipeline)
 
     @property
+    def roots(self) -> list[str]:
+        """The directories in which our tiers keep blocks."""
+        parts = set(self.parts)
+        found = list(self.directories) if "Posix" in parts else []
+        return found + ([self.dram_directory] if parts & {"Dram", "Cache"} else [])
+
+    @property
     def capacity_bytes(self) -> int | None:
         """The most bytes that all tiers together may use; None if one of them has no limit in bytes."""
         memory = self.dram_capacity_bytes

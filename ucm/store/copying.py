@@ -12,7 +12,7 @@ from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
-from ucm.store.format import aligned_buffer, body_nbytes, gather, known_codec
+from ucm.store.format import aligned_buffer, gather, known_codec
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class WriteBehind:
         above: The tiers that may have accepted a block, fastest first.
         tier: The lower tier.
         limit: Bytes that may wait; further blocks are dropped and counted.
-        nbytes: The size of a block in bytes.
+        codec: The codec of stored blocks.
         nice: How far to lower the thread's priority.
         turn: Called before each block; returns when the block may be written.
         clock: The store's clock.
@@ -124,7 +124,7 @@ class WriteBehind:
         above: Sequence[Guard],
         tier: Guard,
         limit: int,
-        nbytes: int,
+        codec: HeaderCodec,
         nice: int,
         turn: Callable[[], None],
         *,
@@ -133,8 +133,8 @@ class WriteBehind:
         self._clock = clock
         self._above = tuple(above)
         self._tier = tier
-        self._most = max(1, limit // max(1, nbytes))
-        self._nbytes = nbytes
+        self._most = max(1, limit // codec.file_nbytes)
+        self._codec = codec
         self._nice = nice
         self._turn = turn
         self._changed = clock.condition()
@@ -148,7 +148,7 @@ class WriteBehind:
         """The number of waiting blocks, and their bytes."""
         with self._changed:
             blocks = len(self._waiting) + self._in_hand
-        return blocks, blocks * self._nbytes
+        return blocks, blocks * self._codec.file_nbytes
 
     def add(self, key: BlockKey, depth: int = 0, retain_until: float = 0.0) -> None:
         """Queue a block, with its depth in its chain and its lease; drop it if the queue is full."""
@@ -164,7 +164,7 @@ class WriteBehind:
             self._tier.counters.failed(
                 "save",
                 StoreFullError(
-                    f"{self._most * self._nbytes} bytes wait for being written to the tier {self._tier.name}",
+                    f"{self._most * self._codec.file_nbytes} bytes wait for being written to {self._tier.name}",
                     fix="none is needed if this is seldom: the tier is slower than what fills it; else raise "
                     "write_behind",
                 ),
@@ -247,7 +247,7 @@ class WriteBehind:
                 source.counters.failed("load", error)
                 continue
             try:
-                self._tier.put(key, [content], body_nbytes(content), block.depth, block.retain_until)
+                self._tier.put(key, [content], self._codec.geometry.nbytes, block.depth, block.retain_until)
             except StoreError as error:
                 self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)

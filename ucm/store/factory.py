@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ucm.background import call_later
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError, install_extra
 from ucm.logger import get_logger
@@ -54,14 +53,10 @@ if TYPE_CHECKING:
 class EmptyStore(KVStore):
     """Accepts every block and keeps none.
 
-    Args:
-        config: Unused; all back ends take the same three arguments.
-        namespace: Unused.
-        geometry: Unused.
+    All back ends take the same three arguments, of which it uses none.
     """
 
-    def __init__(self, config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> None:
-        del config, namespace, geometry
+    def __init__(self, *_: object) -> None:
         self._stats = TierStats()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -97,6 +92,10 @@ class EmptyStore(KVStore):
         """Do nothing."""
 
 
+#: Answers for a store that is not open.
+_NOTHING = EmptyStore()
+
+
 class OpeningTask(Task):
     """A transfer that begins when the store is open, or is refused.
 
@@ -114,20 +113,17 @@ class OpeningTask(Task):
         self._begun = clock.event()  # or refused
         self._task: Task = TransferTask(0)
 
-    def begin(self, store: KVStore) -> None:
-        """Start the transfer in the open store."""
+    def begin(self, store: KVStore | None, why_not: StoreError) -> None:
+        """Start the transfer in the open store, or fail it if there is none."""
         try:
-            self._task = self._call(store)
+            if store is not None:
+                self._task = self._call(store)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
-            self.refuse(unexpected(error))
-        else:
-            self._begun.set()
-
-    def refuse(self, error: StoreError) -> None:
-        """Fail the transfer."""
-        refused = self._task = TransferTask(len(self._keys))
-        for key in self._keys:
-            refused.failed(key, error)
+            store, why_not = None, unexpected(error)
+        if store is None:
+            self._task = refused = TransferTask(len(self._keys))
+            for key in self._keys:
+                refused.failed(key, why_not)
         self._begun.set()
 
     def wait(self) -> TaskResult:
@@ -174,13 +170,11 @@ class OpeningStore(KVStore):
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Look up blocks; find nothing in a store that cannot be opened in time."""
-        store = self._opened()
-        return [False] * len(keys) if store is None else store.lookup(keys)
+        return (self._opened() or _NOTHING).lookup(keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Look up a prefix; find nothing in a store that cannot be opened in time."""
-        store = self._opened()
-        return 0 if store is None else store.lookup_on_prefix(keys)
+        return (self._opened() or _NOTHING).lookup_on_prefix(keys)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks once the store is open."""
@@ -192,18 +186,15 @@ class OpeningStore(KVStore):
 
     def renew(self, depths: Mapping[BlockKey, int]) -> None:
         """Renew blocks, as lookups find them."""
-        if (store := self._opened()) is not None:
-            store.renew(depths)
+        (self._opened() or _NOTHING).renew(depths)
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Lease blocks, as lookups find them."""
-        if (store := self._opened()) is not None:
-            store.retain(depths, until, pinned=pinned)
+        (self._opened() or _NOTHING).retain(depths, until, pinned=pinned)
 
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to an open store; the opening thread ignores it, because it mostly waits."""
-        if self._store is not None:
-            self._store.throttle(active=active)
+        (self._store or _NOTHING).throttle(active=active)
 
     def flush(self, seconds: float) -> bool:
         """Wait for the store to open, and flush it."""
@@ -235,7 +226,7 @@ class OpeningStore(KVStore):
         with self._lock:
             if task in self._waiting:
                 self._waiting.remove(task)
-                task.refuse(self._why)
+                task.begin(None, self._why)
 
     def _opened(self) -> KVStore | None:
         """Return the store, and wait for it as long as the patience lasts; None if it is not open then."""
@@ -254,11 +245,7 @@ class OpeningStore(KVStore):
                     closed, self._store = self._closed, None if self._closed else store
                     break
                 task = self._waiting.popleft()
-            # Without the lock, because a store may take its time to begin.
-            if store is None:
-                task.refuse(self._why)
-            else:
-                task.begin(store)
+            task.begin(store, self._why)  # without the lock, because a store may take its time to begin
         self._ended.set()
         if closed and store is not None:
             store.close()
@@ -276,32 +263,11 @@ class OpeningStore(KVStore):
                 if self._closed:
                     raise ValueError("the store is closed")
                 if self.is_over:
-                    task.refuse(self._why)
+                    task.begin(None, self._why)
                 else:
                     self._waiting.append(task)
                 return task
         return call(store)
-
-
-def opens_within(make: Callable[[], KVStore], seconds: float, *, clock: Clock = SYSTEM) -> bool:
-    """Open and close a store, to detect wrong options or directories early.
-
-    Args:
-        make: Opens the store.
-        seconds: How long to wait.
-        clock: The clock that ``make`` gives to the store.
-
-    Returns:
-        Whether that ended in time; otherwise a thread continues with it.
-
-    Raises:
-        ConfigError: The store cannot be opened.
-    """
-    trial = call_later(lambda: make().close(), "ucm-open", clock=clock)
-    if not trial.wait(seconds):
-        return False
-    trial.result()
-    return True
 
 
 _CLASSES = {
@@ -456,11 +422,10 @@ def _owners(config: StoreConfig) -> frozenset[int]:
 
 def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey]) -> None:
     """Delete a namespace of test blocks from the directories, and its blocks from every other tier that can delete."""
-    roots = {"Posix": config.directories, "Dram": (config.dram_directory,), "Cache": (config.dram_directory,)}
+    for root in config.roots:
+        shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
     for name in config.parts:
-        for root in roots.get(name, ()):
-            shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
-        if name not in roots and is_tier(back_end_class(name)):
+        if name not in {"Posix", "Dram", "Cache"} and is_tier(back_end_class(name)):
             with suppress(StoreError), closing(open_tier(config, name, namespace)) as tier:
                 tier.drop(keys)
 

@@ -138,11 +138,6 @@ def header_nbytes(first_unit: bytes | bytearray) -> int:
     return int(units) * UNIT
 
 
-def body_nbytes(content: Buffer) -> int:
-    """Return the bytes of the layer slices of a whole block."""
-    return content.nbytes - header_nbytes(bytes(content[:UNIT]))
-
-
 def decode(
     header: bytes | bytearray, authenticator: Authenticator | None = None, *, any_key: bool = False
 ) -> BlockHeader:
@@ -352,7 +347,7 @@ class HeaderCodec:
         self._tags_at = _FIXED.size + 16 * count
         self._key = struct.Struct(f"<B7x{MAX_KEY_BYTES}s")
         template = bytearray(self.nbytes)
-        version = format_version(authenticator)
+        version = AUTHENTICATED_VERSION if signed else VERSION
         _FIXED.pack_into(
             template, 0, _MAGIC, version, units, count, geometry.nbytes, geometry.fingerprint, self._digest, 0, b""
         )
@@ -589,8 +584,3 @@ def known_codec(codec: HeaderCodec | None) -> HeaderCodec:
     if codec is None:
         raise ValueError("the store was opened without a geometry: it only looks up")
     return codec
-
-
-def format_version(authenticator: Authenticator | None) -> int:
-    """Return the format version of blocks with or without authentication."""
-    return VERSION if authenticator is None else AUTHENTICATED_VERSION

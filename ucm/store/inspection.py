@@ -34,14 +34,13 @@ from ucm.store.posix.layout import (
     buckets,
     check_namespace,
     distrusted_namespaces,
-    is_owned,
     is_quarantined,
-    is_stale,
     key_of,
     namespaces,
 )
 from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import list_directory, read_file
+from ucm.store.posix.scan import StoredFile, side_files, stale_files
 from ucm.store.tier import used_until
 
 if TYPE_CHECKING:
@@ -151,15 +150,6 @@ def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:
     return quarantine(block.layout, block.key, error, keep)
 
 
-@dataclass(frozen=True, slots=True)
-class SideFile:
-    """A file of a namespace that is not a visible block."""
-
-    path: str
-    nbytes: int
-    written: float  #: in seconds since the epoch; for a block, the time of its last use
-
-
 @dataclass(slots=True)
 class NamespaceStock:
     """The contents of a namespace in one directory; bytes count whole files, times are seconds since the epoch."""
@@ -185,25 +175,12 @@ class NamespaceStock:
         return sum(pinned for _, _, pinned in self.by_salt.values())
 
 
-def side_files(directory: str) -> list[SideFile]:
-    """Return our files in one of a namespace's directories for temporary or damaged blocks; empty if it is missing.
-
-    Raises:
-        OSError: The directory cannot be listed.
-    """
-    return [
-        SideFile(f"{directory}/{name}", status.st_size if stat.S_ISREG(status.st_mode) else 0, status.st_mtime)
-        for name, status in list_directory(directory)
-        if is_owned(name) or is_quarantined(name)
-    ]
-
-
-def damaged_files(layout: Layout) -> list[SideFile]:
+def damaged_files(layout: Layout) -> list[StoredFile]:
     """Return the quarantined blocks; raises like ``side_files``."""
     return [file for file in side_files(layout.quarantine) if is_quarantined(file.path.rpartition("/")[2])]
 
 
-def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
+def left_behind(layout: Layout, stale_seconds: float) -> list[StoredFile]:
     """Return unfinished files whose owners are gone, and all files of a namespace whose only process is dead.
 
     Args:
@@ -213,25 +190,17 @@ def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
     Raises:
         OSError: The namespace cannot be listed.
     """
-    if layout.is_abandoned:
-        return _all_files(layout)
-    now = time.time()
-    return [
-        file
-        for directory in (layout.temporary, layout.quarantine)
-        for file in side_files(directory)
-        if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
-    ]
+    return _all_files(layout) if layout.is_abandoned else stale_files(layout, stale_seconds)
 
 
-def _all_files(layout: Layout) -> list[SideFile]:
+def _all_files(layout: Layout) -> list[StoredFile]:
     """Return all files of a namespace; the marker comes last, so that a deletion that is interrupted can go on."""
     found = []
     for directory, _, names in os.walk(layout.base):
         for name in names:
             with suppress(FileNotFoundError):
                 status = os.lstat(f"{directory}/{name}")
-                found.append(SideFile(f"{directory}/{name}", status.st_size, status.st_mtime))
+                found.append(StoredFile(f"{directory}/{name}", status.st_size, status.st_mtime_ns))
     return sorted(found, key=lambda file: file.path == f"{layout.base}/{MARKER}")
 
 

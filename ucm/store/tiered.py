@@ -51,16 +51,6 @@ def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
     return nbytes
 
 
-def check_memory(block: BlockTransfer) -> None:
-    """Check that a transfer's memory is writable.
-
-    Raises:
-        ValueError: The memory is read-only.
-    """
-    if any(map(_READONLY, block.slices)):
-        raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")
-
-
 class TieredStore(KVStore):
     """A store of one or several tiers. It works only in the process that opened it, because a fork has no threads.
 
@@ -91,7 +81,7 @@ class TieredStore(KVStore):
                     self._guards[:number],
                     guard,
                     config.write_behind_bytes // guard.tier.lanes,
-                    codec.file_nbytes,
+                    codec,
                     config.save_nice,
                     self._take_turn_behind,
                     clock=clock,
@@ -133,7 +123,8 @@ class TieredStore(KVStore):
         codec = known_codec(self._codec)
         for block in blocks:
             check_transfer(block, codec)
-            check_memory(block)
+            if any(map(_READONLY, block.slices)):
+                raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")
         task = TransferTask(len(blocks), self._asked, clock=self._clock)
         if blocks:
             with self._lock:

@@ -16,12 +16,12 @@ from ucm.store.inspection import (
     identity,
     left_behind,
     quarantine_block,
-    side_files,
     stored_blocks,
     take_stock,
     unmarked,
 )
 from ucm.store.posix.layout import IDENTITY, Layout, owner_name
+from ucm.store.posix.scan import side_files
 from ucm.testing.blocks import ODD, key, save
 
 KEYS = [key(number) for number in range(10)]

@@ -22,11 +22,12 @@ from ucm.commands.store.text import progress
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.salts import tag_digits, tag_name
-from ucm.store.inspection import damaged_files, left_behind, side_files, stored_blocks
+from ucm.store.inspection import damaged_files, left_behind, stored_blocks
 from ucm.store.memory.directory import in_memory
 from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
 from ucm.store.posix.paths import remove_directory, status_of, unlink, unlink_if
+from ucm.store.posix.scan import side_files
 
 if TYPE_CHECKING:
     import argparse

@@ -21,12 +21,12 @@ so nothing more is lost.
 
 from __future__ import annotations
 
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
+from ucm.background import call_later
 from ucm.clock import SYSTEM
 from ucm.compat import optional
 from ucm.config.settings import StoreSettings
@@ -34,12 +34,11 @@ from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.base import require_hooks
 from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
-from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.store.config import default_offload_directory
-from ucm.store.factory import open_store, opens_within
+from ucm.store.factory import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -176,14 +175,20 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         if block_size:
             self._budget(int(block_size))
         config = self._options.store.as_store_config()
-        trial = partial(open_store, config, "offloaded/trial", None, clock=self._clock)
-        if not opens_within(trial, config.stuck_seconds, clock=self._clock):
+        trial = call_later(
+            lambda: open_store(config, "offloaded/trial", None, clock=self._clock).close(),
+            "ucm-open",
+            clock=self._clock,
+        )
+        if trial.wait(config.stuck_seconds):
+            trial.result()  # or what is wrong with it
+        else:
             get_logger(__name__).warning(
                 "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, released blocks "
                 "stay in host memory",
                 NAME,
                 config.stuck_seconds,
-                ", ".join(store_roots(config)) or config.pipeline,
+                ", ".join(config.roots) or config.pipeline,
             )
         self._reader = OffloadedReader(
             self.attention,

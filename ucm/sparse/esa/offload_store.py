@@ -267,11 +267,10 @@ class OffloadStore:
 
 
 def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts: list[Layout], clock: Clock) -> KVStore:
-    roots = store_roots(config)
-    layouts += [Layout(root, namespace) for root in roots]
+    layouts += [Layout(root, namespace) for root in config.roots]
     store = open_store(config, namespace, geometry, clock=clock)
     # There may be much of it, and blocks wait.
-    call_later(partial(remove_leftovers, roots), "ucm-leftovers", clock=clock)
+    call_later(partial(remove_leftovers, config.roots), "ucm-leftovers", clock=clock)
     return store
 
 
@@ -309,13 +308,6 @@ def _remove_bucket(path: str) -> None:
 
 def _memory(rows: Tensor) -> Buffer:
     return memoryview(rows.numpy())
-
-
-def store_roots(config: StoreConfig) -> list[str]:
-    """Return the directories with a store's namespaces; none for third-party stores."""
-    tiers = [name.strip() for name in config.pipeline.split("|")]
-    found = list(config.directories) if "Posix" in tiers else []
-    return found + ([config.dram_directory] if {"Dram", "Cache"} & set(tiers) else [])
 
 
 def remove_leftovers(roots: Sequence[str]) -> None:

@@ -76,10 +76,7 @@ class DramTier(Tier):
         self._authenticator = place.authenticator
         codec = place.codec
         self._codec = codec.in_private_memory() if codec is not None and self._is_private else codec
-        self._touch_seconds = config.touch_seconds
         self._config, self._leases = config, LeaseRules.of(config)
-        self._stale_seconds = config.stale_seconds
-        self._stuck_seconds = config.stuck_seconds
         self._lock = self.clock.lock()
         self._claiming = (
             self.clock.lock()
@@ -147,7 +144,7 @@ class DramTier(Tier):
                 self._remove(filling.segment, filling.segment.show(number, key))
                 filling.segment.renewed[number] = 0
                 # For a moment, until `renew` tells its depth.
-                filling.segment.use(used_until(now, self._touch_seconds, DEEPEST), now, self._leases)
+                filling.segment.use(used_until(now, self._config.touch_seconds, DEEPEST), now, self._leases)
                 self._index[key] = filling.segment, number
             filling.done()
 
@@ -158,7 +155,7 @@ class DramTier(Tier):
         for key, depth in depths.items():
             place = self._place(key)
             if place is not None:
-                place[0].use(used_until(now, self._touch_seconds, depth), now, self._leases)
+                place[0].use(used_until(now, self._config.touch_seconds, depth), now, self._leases)
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Retain the blocks' segments; memory has no pins, because a segment would pin many blocks with one."""
@@ -244,7 +241,7 @@ class DramTier(Tier):
         scatter(slot[codec.offsets[first] :], slices)
         if not codec.is_sound(header, key, first, slices):
             return self._refused(place, key, codec.refusal(header, key))
-        until = used_until(now, self._touch_seconds, block.depth)
+        until = used_until(now, self._config.touch_seconds, block.depth)
         if segment.renewed[number] == until:
             return False
         segment.renewed[number] = until
@@ -328,7 +325,7 @@ class DramTier(Tier):
             OSError: The directory cannot be used.
         """
         self._make_root()
-        clean_up(self._layout.root, self._stale_seconds, clock=self.clock)
+        clean_up(self._layout.root, self._config.stale_seconds, clock=self.clock)
         self._give_back()
         self._refresh()  # a segment that another process emptied cannot be locked before
         found = self._own(slot_nbytes, Segment.is_roomy)
@@ -501,14 +498,14 @@ class DramTier(Tier):
             os.close(descriptor)
 
     def _wait_for(self, descriptor: int) -> None:
-        deadline = self.clock.monotonic() + self._stuck_seconds
+        deadline = self.clock.monotonic() + self.timeout
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if self.clock.monotonic() > deadline:
                     raise StoreTimeoutError(
-                        f"another process has kept the Dram tier's directory locked for {self._stuck_seconds:g} s",
+                        f"another process has kept the Dram tier's directory locked for {self.timeout:g} s",
                         where=f"{self._layout.root}/{LOCK_FILE}",
                         fix="continue or end the engine that was stopped there",
                     ) from None

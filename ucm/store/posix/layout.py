@@ -347,11 +347,7 @@ def write_identity(config: StoreConfig, namespace: str, text: str) -> None:
         namespace: The namespace that the text describes.
         text: JSON.
     """
-    names = set(config.parts)
-    roots = list(config.directories) if "Posix" in names else []
-    if names & {"Dram", "Cache"}:
-        roots.append(config.dram_directory)
-    for root in roots:
+    for root in config.roots:
         try:
             layout = Layout(root, namespace)
             layout.identity = text.encode()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.salts import TAG_BYTES
-from ucm.store.posix.layout import buckets, is_quarantined, is_stale, key_of, namespaces
+from ucm.store.posix.layout import buckets, is_owned, is_quarantined, is_stale, key_of, namespaces
 from ucm.store.posix.paths import list_directory, unlink, unlink_if
 from ucm.store.shares import OTHERS, Shares, Turns
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucm.clock import Clock
+    from ucm.store.posix.layout import Layout
     from ucm.store.posix.leases import LeaseRules
 
 #: A sample of n blocks estimates their number with a relative error of 1/sqrt(n).
@@ -34,7 +35,7 @@ _NO_SHARES = Shares()
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """The file of a block or of a quarantined block."""
+    """The file of a block, or another one of a namespace, such as that of a quarantined block."""
 
     path: str
     nbytes: int
@@ -278,14 +279,41 @@ def clean_up(root: str, stale_seconds: float, *, clock: Clock = SYSTEM) -> int:
         OSError: The root cannot be listed.
     """
     count = 0
-    now = clock.time()
     for layout in namespaces(root):
-        for file in (*_files(layout.temporary), *_files(layout.quarantine)):
-            if is_stale(file.path.rpartition("/")[2], now - file.used_ns / 1e9, stale_seconds):
+        with suppress(OSError):
+            for file in stale_files(layout, stale_seconds, clock=clock):
                 with suppress(OSError):
                     unlink(file.path)
                     count += 1
     return count
+
+
+def stale_files(layout: Layout, stale_seconds: float, *, clock: Clock = SYSTEM) -> list[StoredFile]:
+    """Return a namespace's unfinished files whose owners are gone; see ``clean_up``.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    now = clock.time()
+    return [
+        file
+        for directory in (layout.temporary, layout.quarantine)
+        for file in side_files(directory)
+        if is_stale(file.path.rpartition("/")[2], now - file.used_ns / 1e9, stale_seconds)
+    ]
+
+
+def side_files(directory: str) -> list[StoredFile]:
+    """Return our files in one of a namespace's directories for temporary or damaged blocks; empty if it is missing.
+
+    Raises:
+        OSError: The directory cannot be listed.
+    """
+    return [
+        StoredFile(f"{directory}/{name}", status.st_size if stat.S_ISREG(status.st_mode) else 0, status.st_mtime_ns)
+        for name, status in list_directory(directory)
+        if is_owned(name) or is_quarantined(name)
+    ]
 
 
 def _all_blocks(root: str, clock: Clock) -> Iterator[StoredFile]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 from ucm.store.base import (
     BlockCorruptError,
@@ -40,11 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeVar
 
-    from ucm.clock import Clock
-    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
-    from ucm.store.config import StoreConfig
-    from ucm.store.format import HeaderCodec
     from ucm.store.tier import Outcome, TierOptions, TierPlace
 
     T = TypeVar("T")
@@ -65,14 +60,8 @@ class PosixTier(Tier):
     """A tier that stores blocks as files.
 
     Args:
-        name: The tier's name.
-        roots: The tier's directories.
-        namespace: The name shared by all engines that share blocks.
-        codec: The codec of a block's file; None in an instance that only looks up.
-        config: The store's options.
-        authenticator: Authenticates blocks; None: they have checksums alone.
-        compresses: Whether blocks are stored compressed.
-        clock: The store's clock.
+        options: Whether blocks are compressed.
+        place: The namespace and geometry to open.
 
     Raises:
         ConfigError: A directory is missing or unusable, the namespace is invalid, or a package is missing.
@@ -85,19 +74,10 @@ class PosixTier(Tier):
     authenticates = True
     leases = True
 
-    def __init__(
-        self,
-        name: str,
-        roots: Sequence[str],
-        namespace: str,
-        codec: HeaderCodec | None,
-        config: StoreConfig,
-        authenticator: Authenticator | None = None,
-        *,
-        compresses: bool = False,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        super().__init__(name, timeout=config.stuck_seconds, clock=clock)
+    def __init__(self, options: CompressingOptions, place: TierPlace) -> None:
+        options.require_packages(place.name)
+        config, roots = place.config, place.config.directories
+        super().__init__("posix", timeout=config.stuck_seconds, clock=place.clock)
         self.lanes = len(roots)
         if not roots or len(set(roots)) != len(roots):
             raise ConfigError(
@@ -105,37 +85,17 @@ class PosixTier(Tier):
                 where="store: directories",
                 fix="name directories that exist and are this user's own",
             )
-        check_namespace(namespace)
-        capacity_bytes = config.posix_capacity_bytes
-        share = None if capacity_bytes is None else capacity_bytes / len(roots)
+        check_namespace(place.namespace)
+        share = None if config.posix_capacity_bytes is None else config.posix_capacity_bytes / len(roots)
         self._directories = [
-            Directory(root, namespace, config, share, self._note_eviction, clock=clock) for root in roots
+            Directory(root, place.namespace, config, share, self._note_eviction, clock=place.clock) for root in roots
         ]
         self._slots = _slots(tuple(roots))
-        self._codec, self._authenticator = codec, authenticator
-        self._compresses = compresses
-        self._capacity_bytes = capacity_bytes
+        self._codec, self._authenticator, self._config = place.codec, place.authenticator, config
+        self._compresses = options.compression != "none"
         self._evicts = False
-        self._touch_seconds = config.touch_seconds
-        self._config = config
         self._renewed: set[BlockKey] = set()  # the blocks that this tier has renewed in the current span
         self._until = 0  # the end of that span
-
-    @classmethod
-    def open(cls, options: CompressingOptions, place: TierPlace) -> Tier:
-        """Open the tier in the configured directories."""
-        options.require_packages(place.name)
-        config = place.config
-        return cls(
-            "posix",
-            config.directories,
-            place.namespace,
-            place.codec,
-            config,
-            place.authenticator,
-            compresses=options.compression != "none",
-            clock=place.clock,
-        )
 
     def lane(self, key: BlockKey) -> int:
         """Return the index of the directory that stores a block."""
@@ -188,7 +148,7 @@ class PosixTier(Tier):
         except StoreError as error:
             self._fail(directory, block.key, error)
         now = self.clock.time()
-        until = used_until(now, self._touch_seconds, block.depth)
+        until = used_until(now, self._config.touch_seconds, block.depth)
         is_old = used < until and used != until // _COARSEST * _COARSEST
         return is_old and self._use(block.key, block.depth, now)
 
@@ -205,11 +165,11 @@ class PosixTier(Tier):
 
     def _use(self, key: BlockKey, depth: int, now: float) -> bool:
         """Renew a block's time of last use soon; return False if this tier does so, or has, in the current span."""
-        done = self._renewed_until(used_until(now, self._touch_seconds, 0))
+        done = self._renewed_until(used_until(now, self._config.touch_seconds, 0))
         if key in done:
             return False
         done.add(key)
-        directory, until = self._directory(key), used_until(now, self._touch_seconds, depth)
+        directory, until = self._directory(key), used_until(now, self._config.touch_seconds, depth)
         directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
         return True
 
@@ -232,7 +192,7 @@ class PosixTier(Tier):
                     stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
                     change = partial(rules.joined, new=stamp, now=int(now * 1e9))
                 else:
-                    change = partial(min, used_until(now, self._touch_seconds, depth))
+                    change = partial(min, used_until(now, self._config.touch_seconds, depth))
                 path = directory.layout.block(key)
                 try:
                     kept = self._touch_when_free(path, change)
@@ -296,7 +256,7 @@ class PosixTier(Tier):
     def stats(self) -> TierStats:
         """Return the counters and the bytes used."""
         used = [directory.used_bytes for directory in self._directories]
-        found = self.counters.snapshot(_sum_of_known(used), self._capacity_bytes)
+        found = self.counters.snapshot(_sum_of_known(used), self._config.posix_capacity_bytes)
         found.leased_bytes = _sum_of_known([directory.leased_bytes for directory in self._directories])
         held = [directory.held_of for directory in self._directories]
         found.bytes_of = {account: sum(one.get(account, 0) for one in held) for account in set().union(*held)}

@@ -623,15 +623,17 @@ class Servers(Client):
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one SET."""
         key = name.encode()
-        command = Command(pack_set(key, buffers, self._options.ttl_seconds))
-        (reply,) = self.run([key], lambda _: [command], deadline, writing=True)
-        if isinstance(reply, StoreError):
-            raise reply
+        self._one(key, Command(pack_set(key, buffers, self._options.ttl_seconds)), deadline, writing=True)
 
     def remove(self, name: str, deadline: float) -> None:
         """Delete a value by one DEL."""
-        del deadline
-        self.plain(name.encode(), b"DEL", name.encode())
+        key, deadline = name.encode(), self._clock.monotonic() + self._options.timeout
+        self._one(key, Command([pack(b"DEL", key)]), deadline)
+
+    def _one(self, key: bytes, command: Command, deadline: float, *, writing: bool = False) -> None:
+        (reply,) = self.run([key], lambda _: [command], deadline, writing=writing)
+        if isinstance(reply, StoreError):
+            raise reply
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield names and lengths by SCAN and STRLEN; a name can come twice."""
@@ -680,18 +682,6 @@ class Servers(Client):
             return found
 
         return self._each(keys, exchange, lambda reply: reply, writing=writing)
-
-    def plain(self, key: bytes, *words: bytes) -> Any:
-        """Run one command about a key.
-
-        Raises:
-            StoreError: The command failed.
-        """
-        deadline = self._clock.monotonic() + self._options.timeout
-        found = self.run([key], lambda _: [Command([pack(*words)])], deadline)[0]
-        if isinstance(found, StoreError):
-            raise found
-        return found[0]
 
     def close(self) -> None:
         """Close all connections."""
