@@ -269,6 +269,8 @@ class KVStore(ABC):
     def throttle(self, *, active: bool) -> None:
         """Hint that background work should stay off the processors while the caller computes.
 
+        UCM's own stores ignore it: their threads that write have a low priority.
+
         Args:
             active: Whether the computation begins or ends. Waiting for a task ends it as well.
         """
@@ -312,12 +314,11 @@ class TransferTask(Task):
 
     Args:
         transfers: The number of transfers; with 0 the task is finished.
-        asked: Called when somebody asks for the unfinished task, with whether they wait for it; while they do, every
-            second.
+        asked: Called when somebody asks for the unfinished task; while they wait for it, every second.
         clock: The store's clock.
     """
 
-    def __init__(self, transfers: int, asked: Callable[[bool], object] = bool, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, transfers: int, asked: Callable[[], object] = bool, *, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self._asked = asked
         self._started = clock.monotonic()
@@ -328,7 +329,6 @@ class TransferTask(Task):
         self._nbytes = 0
         self._seconds = 0.0
         self._event = clock.event()
-        self._then: Callable[[], None] | None = None
         if not transfers:
             self._event.set()
 
@@ -372,22 +372,16 @@ class TransferTask(Task):
                 self._done.pop(key, None)
             self._seconds = self._clock.monotonic() - self._started
             self._event.set()
-            if self._then is not None:
-                self._then()
-
-    def when_finished(self, then: Callable[[], None]) -> None:
-        """Set a callback for the end of the last transfer; call this before any transfer ends."""
-        self._then = then
 
     def check(self) -> bool:
         """Return whether every transfer has ended."""
         if not self._event.is_set():
-            self._asked(False)
+            self._asked()
         return self._event.is_set()
 
     def wait(self) -> TaskResult:
         """Wait for the last transfer and return the outcomes."""
         while not self._event.is_set():
-            self._asked(True)
+            self._asked()
             self._event.wait(_ASK_SECONDS)
         return TaskResult(self._done, self._failed, self._nbytes, self._seconds)

@@ -16,7 +16,7 @@ from ucm.store.format import aligned_buffer, gather, known_codec
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ucm.clock import Clock, Thread
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
@@ -115,7 +115,6 @@ class WriteBehind:
         limit: Bytes that may wait; further blocks are dropped and counted.
         codec: The codec of stored blocks.
         nice: How far to lower the thread's priority.
-        turn: Called before each block; returns when the block may be written.
         clock: The store's clock.
     """
 
@@ -126,7 +125,6 @@ class WriteBehind:
         limit: int,
         codec: HeaderCodec,
         nice: int,
-        turn: Callable[[], None],
         *,
         clock: Clock = SYSTEM,
     ) -> None:
@@ -136,7 +134,6 @@ class WriteBehind:
         self._most = max(1, limit // codec.file_nbytes)
         self._codec = codec
         self._nice = nice
-        self._turn = turn
         self._changed = clock.condition()
         self._waiting: deque[_Waiting] = deque()
         self._in_hand = 0
@@ -237,7 +234,6 @@ class WriteBehind:
     def _write(self, block: _Waiting) -> bool:
         """Copy one block; return False if the medium does not answer and the block must be tried again."""
         key = block.key
-        self._turn()
         for source in self._above:
             try:
                 content = source.read_file(key)

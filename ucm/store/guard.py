@@ -1,9 +1,4 @@
-"""Protect a store from its tiers: skip a failing tier, time and count calls, and run them on separate threads.
-
-Writing is delayed while its caller computes. A low priority alone is not enough where the computation uses all
-processors, as vLLM does on a CPU: a low-priority thread that holds the interpreter's lock gets no processor, and the
-computation waits for that lock.
-"""
+"""Protect a store from its tiers: skip a failing tier, time and count calls, and run them on separate threads."""
 
 from __future__ import annotations
 
@@ -27,57 +22,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: The share of the queue above which jobs run at once.
-CALM_SHARE = 0.5
-#: Seconds after which a job runs during a computation, so that saving goes on within a long one. The delay shrinks as
-#: more bytes wait, so that an engine that never rests saves as fast as it computes.
-LONGEST_DELAY = 0.25
-#: Seconds to wait after a computation: the same processors still have to sample and send the step's tokens, and very
-#: often the next step follows at once.
-GRACE = 0.03
-
-
-class Throttle:
-    """Delays jobs while their caller computes.
-
-    Args:
-        limit: Bytes that may be queued.
-        clock: What the delays pass by.
-    """
-
-    def __init__(self, limit: int, *, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
-        self._calm = CALM_SHARE * limit
-        self._changed = clock.condition()
-        self._active = False
-        #: The monotonic time from which jobs may run if nothing is computed.
-        self._free_from = 0.0
-
-    def switch(self, *, active: bool) -> None:
-        """Start to delay jobs, or stop after ``GRACE``."""
-        with self._changed:
-            self._active = active
-            self._free_from = self._clock.monotonic() + GRACE
-            self._changed.notify_all()
-
-    def hurry(self) -> None:
-        """Stop delaying jobs, because a caller waits for one."""
-        with self._changed:
-            self._active = False
-            self._free_from = 0.0
-            self._changed.notify_all()
-
-    def take_turn(self, waiting: int) -> None:
-        """Wait until the next job may run.
-
-        Args:
-            waiting: Bytes queued, including this job's.
-        """
-        latest = self._clock.monotonic() + LONGEST_DELAY * (1 - waiting / self._calm)
-        with self._changed:
-            while (left := (latest if self._active else min(latest, self._free_from)) - self._clock.monotonic()) > 0:
-                self._changed.wait(left)
-
 
 class Guard:
     """Isolates the failures of one tier.
@@ -87,13 +31,10 @@ class Guard:
     Args:
         tier: The tier.
         config: The store's options.
-        before_save: Called before each write job; see ``Pool``.
         clock: The clock of deadlines, rests and threads.
     """
 
-    def __init__(
-        self, tier: Tier, config: StoreConfig, before_save: Job | None = None, *, clock: Clock = SYSTEM
-    ) -> None:
+    def __init__(self, tier: Tier, config: StoreConfig, *, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self.tier = tier
         self.name = tier.name
@@ -105,7 +46,7 @@ class Guard:
         patience = max(config.stuck_seconds, 2 * tier.transfer_timeout if not tier.rests_by_itself else 0.0)
         pool = partial(Pool, patience=patience, rest=rest, clock=clock)
         self._loads = [pool("ucm-load", config.load_threads) for _ in range(tier.lanes)]
-        self._saves = [pool("ucm-save", config.save_threads, config.save_nice, before_save) for _ in range(tier.lanes)]
+        self._saves = [pool("ucm-save", config.save_threads, config.save_nice) for _ in range(tier.lanes)]
         self._load_threads = config.load_threads
 
     # Threads.

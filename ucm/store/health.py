@@ -150,7 +150,6 @@ class Pool:
         name: The prefix of their names, at most 13 characters so that system tools show it whole.
         threads: The number of threads.
         nice: How far to lower their priority below the process's other threads.
-        before: Called before each job; returns when the job may run.
         patience: Seconds in one job after which a thread counts as stuck.
         rest: Seconds from finding all threads stuck until one more is started; infinite: never.
         clock: What patience and rest pass by; its threads run the jobs.
@@ -161,7 +160,6 @@ class Pool:
         name: str,
         threads: int,
         nice: int = 0,
-        before: Job | None = None,
         *,
         patience: float = math.inf,
         rest: float = 30.0,
@@ -171,7 +169,6 @@ class Pool:
         self._name = name
         self._count = threads
         self._nice = nice
-        self._before = before
         self._patience = patience
         self._rest = rest
         self._lock = clock.lock()
@@ -266,8 +263,6 @@ class Pool:
         while (job := self._queue.get()) is not None:
             self._began[me] = began = self._clock.monotonic()
             try:
-                if self._before is not None:
-                    self._before()
                 job()
             except Exception:  # noqa: BLE001 - an exception would end the thread and leave its queue waiting for ever
                 get_logger(__name__).exception("[UCM.Store] a job of %s failed unexpectedly", self._name)

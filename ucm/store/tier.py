@@ -74,9 +74,13 @@ class TierCounters:
     def took(self, operation: str, seconds: float) -> None:
         """Add to the time of a ``lookup``, ``load`` or ``save``."""
         with self._lock:
-            stats, total = self._stats, f"{operation}_seconds"
-            setattr(stats, total, getattr(stats, total) + seconds)
-            stats.lookup_calls += operation == "lookup"
+            if operation == "lookup":
+                self._stats.lookup_calls += 1
+                self._stats.lookup_seconds += seconds
+            elif operation == "load":
+                self._stats.load_seconds += seconds
+            else:
+                self._stats.save_seconds += seconds
 
     def loaded(self, blocks: int, nbytes: int) -> None:
         """Count loaded blocks, or blocks of which layer slices were loaded, and their bytes."""

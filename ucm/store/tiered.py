@@ -10,7 +10,7 @@ from ucm.clock import SYSTEM
 from ucm.store.base import BlockMissingError, KVStore, StoreError, TransferTask, too_far_behind
 from ucm.store.copying import CLOSE_SECONDS, Promoter, WriteBehind
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, known_codec
-from ucm.store.guard import Guard, Throttle, unexpected
+from ucm.store.guard import Guard, unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _NBYTES, _CONTIGUOUS, _READONLY = map(attrgetter, ("nbytes", "c_contiguous", "readonly"))
 #: How many blocks behind the first gap of a prefix are looked up first; then twice as many, and so on.
 _FIRST_WAVE = 8
-#: How long a write-behind job lets loads go first, and how often it checks for loads, in seconds.
-_LOADS_FIRST_SECONDS, _LOOK_SECONDS = 0.25, 0.005
 
 
 def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
@@ -71,9 +69,7 @@ class TieredStore(KVStore):
         self._lock = clock.lock()
         self._queued_bytes = 0
         self._closed = False
-        self._loading = 0  # load tasks in progress
-        self._throttle = Throttle(config.save_queue_bytes, clock=clock)
-        self._guards = tuple(Guard(tier, config, self._take_turn, clock=clock) for tier in self._tiers)
+        self._guards = tuple(Guard(tier, config, clock=clock) for tier in self._tiers)
         self._promoter = Promoter(self._guards[0], codec, config.write_behind_bytes)
         self._behind = tuple(
             tuple(
@@ -83,7 +79,6 @@ class TieredStore(KVStore):
                     config.write_behind_bytes // guard.tier.lanes,
                     codec,
                     config.save_nice,
-                    self._take_turn_behind,
                     clock=clock,
                 )
                 for _ in range(guard.tier.lanes)
@@ -125,11 +120,8 @@ class TieredStore(KVStore):
             check_transfer(block, codec)
             if any(map(_READONLY, block.slices)):
                 raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")
-        task = TransferTask(len(blocks), self._asked, clock=self._clock)
+        task = TransferTask(len(blocks), self._relieve, clock=self._clock)
         if blocks:
-            with self._lock:
-                self._loading += 1
-            task.when_finished(self._loaded)
             self._load_from(0, task, blocks)
         return task
 
@@ -141,7 +133,7 @@ class TieredStore(KVStore):
         for block, nbytes in zip(blocks, sizes, strict=True):
             if nbytes != codec.geometry.nbytes:
                 raise ValueError(f"block {block.key.hex()} is to be saved without all of its layer slices")
-        task = TransferTask(len(blocks), self._asked, clock=self._clock)
+        task = TransferTask(len(blocks), self._relieve, clock=self._clock)
         with self._lock:
             room = (self._queue_limit - self._queued_bytes) // codec.geometry.nbytes
             accepted = max(room, 0 if self._queued_bytes else 1)
@@ -167,14 +159,9 @@ class TieredStore(KVStore):
         for tier in self._tiers:
             tier.retain(depths, until, pinned=pinned)
 
-    def throttle(self, *, active: bool) -> None:
-        """Delay saves and promotions, as long as few bytes are queued and no caller waits for them."""
-        self._throttle.switch(active=active)
-
     def flush(self, seconds: float) -> bool:
         """Wait for blocks that are written behind."""
         until = self._clock.monotonic() + seconds
-        self._throttle.hurry()
         return all(lane.flush(max(0.0, until - self._clock.monotonic())) for lanes in self._behind for lane in lanes)
 
     def stats(self) -> Mapping[str, TierStats]:
@@ -193,7 +180,6 @@ class TieredStore(KVStore):
             if self._closed:
                 return
             self._closed = True
-        self._throttle.hurry()
         self._promoter.close()
         self._guards[0].finish_saves()
         until = self._clock.monotonic() + CLOSE_SECONDS
@@ -203,26 +189,10 @@ class TieredStore(KVStore):
         for guard in self._guards:
             guard.close()
 
-    def _take_turn(self) -> None:
-        self._throttle.take_turn(self._queued_bytes)
-
-    def _take_turn_behind(self) -> None:
-        """Give way to loads, for a moment, and to the caller's computation."""
-        until = self._clock.monotonic() + _LOADS_FIRST_SECONDS
-        while self._loading and not self._closed and self._clock.monotonic() < until:
-            self._clock.sleep(_LOOK_SECONDS)
-        self._take_turn()
-
-    def _asked(self, waits: bool) -> None:
-        """Let nothing delay a task that somebody waits for, and refuse what would wait for stuck threads."""
-        if waits:
-            self._throttle.hurry()
+    def _relieve(self) -> None:
+        """Refuse what would wait for stuck threads, because somebody asks for it."""
         for guard in self._guards:
             guard.relieve()
-
-    def _loaded(self) -> None:
-        with self._lock:
-            self._loading -= 1
 
     def _load_from(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer]) -> None:
         def refuse(some: Sequence[BlockTransfer], error: StoreError) -> None:

@@ -364,8 +364,7 @@ class DramTier(Tier):
         """Return a new segment or an emptied one, locked; None if there is no room. The directory is locked."""
         sizes = self._sizes()
         self._used = sum(sizes.values())
-        if self._used + nbytes <= self._capacity and (made := self._make(slot_nbytes, slots)):
-            self._used += nbytes
+        if made := self._make(slot_nbytes, slots, nbytes):
             return made
         chosen: Segment | None = None
         victims = self._victims(sizes)
@@ -375,16 +374,20 @@ class DramTier(Tier):
                     if not victim.lock():
                         continue
                 number = victim.slots - len(victim.free())
-                if self._used <= self._capacity and (victim.slot_nbytes, victim.slots) == (slot_nbytes, slots):
-                    self._unless_it_fails(victim, self._take_over)
-                    chosen = victim
-                else:
-                    self._unless_it_fails(victim, Segment.remove)
+                try:
+                    if self._used <= self._capacity and (victim.slot_nbytes, victim.slots) == (slot_nbytes, slots):
+                        self._take_over(victim)
+                        chosen = victim
+                    else:
+                        victim.remove()
+                except OSError:
+                    with self._lock:
+                        victim.unlock()
+                    raise
+                if chosen is None:
                     self._removed.append((self.clock.monotonic(), victim))
                     self._used -= sizes[victim.path]
-                    if self._used + nbytes <= self._capacity and (made := self._make(slot_nbytes, slots)):
-                        self._used += nbytes
-                        chosen = made
+                    chosen = self._make(slot_nbytes, slots, nbytes)
                 self.counters.evicted(number)
                 with self._lock:
                     self._forget(victim)
@@ -393,15 +396,6 @@ class DramTier(Tier):
         finally:
             self._close_unused(victims, chosen)
         return None
-
-    def _unless_it_fails(self, segment: Segment, change: Callable[[Segment], None]) -> None:
-        """Change a locked segment; unlock it if that fails."""
-        try:
-            change(segment)
-        except OSError:
-            with self._lock:
-                segment.unlock()
-            raise
 
     def _take_over(self, victim: Segment) -> None:
         """Empty a locked segment for this namespace.
@@ -436,14 +430,18 @@ class DramTier(Tier):
                 if not is_known and segment is not chosen and segment not in removed:
                     segment.close()
 
-    def _make(self, slot_nbytes: int, slots: int) -> Segment | None:
-        """Make a segment; None if there is no room for it."""
+    def _make(self, slot_nbytes: int, slots: int, nbytes: int) -> Segment | None:
+        """Make a segment; None if there is no room for it. The directory is locked."""
+        if (self._used or 0) + nbytes > self._capacity:
+            return None
         try:
-            return Segment.make(self._layout, slot_nbytes, slots)
+            made = Segment.make(self._layout, slot_nbytes, slots)
         except OSError as error:
             if error.errno in _FULL:
                 return None
             raise
+        self._used = (self._used or 0) + nbytes
+        return made
 
     def _fill(self, segment: Segment) -> tuple[_Filling, int]:
         """Fill a locked segment from now on; return its first slot. The caller has the lock."""

@@ -357,13 +357,10 @@ class Node:
 
     def plain(self, *words: bytes) -> Any:
         """Send one command with a short reply."""
-
-        def talk(connection: Any, until: float) -> Any:
-            del until  # a short reply comes within the socket's time limit or not at all
-            connection.send_packed_command([pack(*words)], check_health=False)
-            return connection.read_response(disable_decoding=True)
-
-        return self._talk(talk, self._clock.monotonic() + self._timeout)
+        (reply,) = self.exchange([Command([pack(*words)])], self._clock.monotonic() + self._timeout)
+        if isinstance(reply, Exception):
+            raise failure_of(reply, self.name)
+        return reply
 
     def close(self) -> None:
         """Close the connections."""
@@ -558,21 +555,18 @@ class Servers(Client):
         keys = [name.encode() for name in names]
 
         def ask(node: Node, indexes: list[int], asking: bool) -> list[Any]:
-            return node.ask([keys[index] for index in indexes], deadline, asking=asking)
+            return list(map(meaning, node.ask([keys[index] for index in indexes], deadline, asking=asking)))
 
-        def meaning(line: Any) -> Any:
+        def meaning(line: bytes) -> Any:
             if line.startswith(b":"):
                 return line != b":0"
-            kind, _, rest = line[1:].decode(errors="replace").partition(" ")
-            return (
-                exceptions.MovedError(rest)
-                if kind == "MOVED"
-                else exceptions.AskError(rest)
-                if kind == "ASK"
-                else (exceptions.ResponseError(line[1:].decode(errors="replace")))
-            )
+            said = line[1:].decode(errors="replace")
+            kind, _, rest = said.partition(" ")
+            if kind in {"MOVED", "ASK"}:
+                return (exceptions.MovedError if kind == "MOVED" else exceptions.AskError)(rest)
+            return exceptions.ResponseError(said)
 
-        return self._each(keys, ask, meaning)
+        return self._each(keys, ask)
 
     def read(
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
@@ -681,7 +675,7 @@ class Servers(Client):
                     found.append(some if bad is None else bad)
             return found
 
-        return self._each(keys, exchange, lambda reply: reply, writing=writing)
+        return self._each(keys, exchange, writing=writing)
 
     def close(self) -> None:
         """Close all connections."""
@@ -692,7 +686,6 @@ class Servers(Client):
         self,
         keys: Sequence[bytes],
         ask: Callable[[Node, list[int], bool], list[Any]],
-        meaning: Callable[[Any], Any],
         *,
         writing: bool = False,
     ) -> list[Any]:
@@ -716,8 +709,7 @@ class Servers(Client):
                     for index in indexes:
                         found[index] = error
                     continue
-                for index, answer in zip(indexes, answers, strict=True):
-                    one = meaning(answer)
+                for index, one in zip(indexes, answers, strict=True):
                     if isinstance(one, exceptions.AskError) and self._slots:
                         once = not isinstance(one, exceptions.MovedError)
                         redirected[self._redirection(one, node), once].append(index)

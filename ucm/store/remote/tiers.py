@@ -119,6 +119,8 @@ class Client(ABC):
     separator: ClassVar[str] = ":"
     #: The breaker of the servers; None if each of them has one of its own.
     breaker: Breaker | None = None
+    #: How many stores of this process share it.
+    users: int = 0
 
     @property
     def resting(self) -> float:
@@ -359,7 +361,7 @@ def missing(name: str) -> BlockMissingError:
     return BlockMissingError(f"the value {name} does not exist")
 
 
-_shared: dict[tuple[Any, ...], tuple[Client, int]] = {}
+_shared: dict[tuple[Any, ...], Client] = {}
 _lock = threading.Lock()
 
 
@@ -388,27 +390,25 @@ def _share(tier: type[RemoteTier], options: RemoteOptions, place: TierPlace) -> 
     of = tier, os.getpid(), options.model_dump_json(), secret, *limits, place.clock
     while True:
         with _lock:
-            if of in _shared:
-                found, users = _shared[of]
-                _shared[of] = found, users + 1
+            if (found := _shared.get(of)) is not None:
+                found.users += 1
                 return found
         # Without the lock, because it starts threads.
         made: Client = client(options, secret, *limits, clock=place.clock)
         with _lock:
             if of not in _shared:
-                _shared[of] = made, 1
+                made.users = 1
+                _shared[of] = made
                 return made
         made.close()  # another thread was faster
 
 
 def _let_go(client: Client) -> None:
     with _lock:
-        of = next(one for one, (found, _) in _shared.items() if found is client)
-        users = _shared[of][1] - 1
-        if users:
-            _shared[of] = client, users
+        client.users -= 1
+        if client.users:
             return
-        del _shared[of]
+        del _shared[next(of for of, one in _shared.items() if one is client)]
     client.close()
 
 

@@ -20,7 +20,7 @@ from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.memory.slab import SlabReader
-from ucm.store.posix import files
+from ucm.store.posix import directory, files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,7 @@ class Stuck:
             self.over.wait()
             write_from(descriptor, buffers[len(buffers) // 2 :], offset + half, nbytes - half)
 
-        monkeypatch.setattr(files, "write_from", stuck)
+        monkeypatch.setattr(directory, "write_from", stuck)
 
 
 class Setup:
@@ -102,7 +102,7 @@ class Setup:
             self.worker.layer_computed(name)
         self.worker.save(plan)
         assert self.clock.monotonic() == begun, "it waits for the medium"
-        self.clock.advance(1.0)  # saves begin a while after a forward
+        self.clock.advance(1.0)
 
     def moves(self, block: int) -> BlockMoves:
         return BlockMoves("r", 0, [KEYS[block]], [block], [block])
