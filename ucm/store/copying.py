@@ -82,8 +82,6 @@ class Promoter:
             if not self._closed and not self._first.has(key):  # another engine may have been faster
                 content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
                 self._first.put(key, [content], codec.geometry.nbytes, depth)
-        except StoreError as error:
-            self._first.counters.failed("promote", error)
         except Exception as error:  # noqa: BLE001 - otherwise the block would count as being copied for ever
             self._first.counters.failed("promote", unexpected(error))
         finally:

@@ -209,34 +209,19 @@ def _is_authentic(
     return True
 
 
-def check_place(header: BlockHeader, key: BlockKey, namespace: str | None) -> None:
-    """Check that a block is in its place.
-
-    Args:
-        header: Its header.
-        key: The expected key.
-        namespace: The expected namespace; None: any.
+def _check_place(header: BlockHeader, key: BlockKey, namespace: str | None, geometry: BlockGeometry | None) -> None:
+    """Check that a block is the expected one, of the expected namespace and geometry if these are given.
 
     Raises:
-        BlockForeignError: It is another block, or one of another namespace.
+        BlockForeignError: It is another one.
     """
     if namespace is not None and header.namespace_digest != namespace_digest(namespace):
         raise BlockForeignError("the block belongs to another namespace")
     if header.key != key:
         raise BlockForeignError(f"the block's key is {header.key.hex()}")
-
-
-def check_geometry(header: BlockHeader, geometry: BlockGeometry | None) -> None:
-    """Check that a block has the expected geometry, if one is expected.
-
-    Raises:
-        BlockForeignError: It has another one.
-    """
-    if geometry is None:
-        return
-    if header.fingerprint != geometry.fingerprint:
+    if geometry is not None and header.fingerprint != geometry.fingerprint:
         raise BlockForeignError(f"the block's geometry has the fingerprint {header.fingerprint.hex()}")
-    if header.slice_sizes != geometry.slice_sizes:
+    if geometry is not None and header.slice_sizes != geometry.slice_sizes:
         raise BlockForeignError(f"the block has {len(header.slice_sizes)} layer slices of other sizes")
 
 
@@ -269,8 +254,7 @@ def verify(
     """
     begin = bytearray(stored[: header_nbytes(bytes(stored[:UNIT]))])
     header = decode(begin, authenticator, any_key=any_key)
-    check_place(header, key, namespace)
-    check_geometry(header, geometry)
+    _check_place(header, key, namespace, geometry)
     content, at = stored, header.nbytes
     if header.is_compressed:
         frames = unpack(stored[at:], header.file_nbytes - at)
@@ -482,8 +466,7 @@ class HeaderCodec:
         """
         try:
             found = decode(header[: header_nbytes(header)], self.authenticator)
-            check_place(found, key, self._namespace)
-            check_geometry(found, self.geometry)
+            _check_place(found, key, self._namespace, self.geometry)
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         if found.is_compressed:

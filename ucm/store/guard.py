@@ -258,5 +258,5 @@ class Guard:
 
 
 def unexpected(error: Exception) -> StoreError:
-    """Return a StoreError for an unexpected exception, so that the waiting caller receives it."""
-    return StoreError(f"{type(error).__name__}: {error}")
+    """Return any exception as a StoreError, so that the waiting caller receives it."""
+    return error if isinstance(error, StoreError) else StoreError(f"{type(error).__name__}: {error}")

@@ -31,8 +31,9 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from ucm.clock import SYSTEM
-from ucm.store.base import StoreError, StoreUnavailableError, Task, TransferTask
+from ucm.store.base import StoreUnavailableError, Task, TransferTask
 from ucm.store.format import checksum, scatter
+from ucm.store.guard import unexpected
 from ucm.store.health import Pool
 
 if TYPE_CHECKING:
@@ -492,21 +493,17 @@ class SlabReader:
         self, task: TransferTask, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]
     ) -> None:
         for block, place, tier in zip(blocks, places, tiers, strict=True):
-            nbytes = block.nbytes
-            failure: StoreError | None = None
+            nbytes, memory = block.nbytes, self._memory
+            if memory is None or place + nbytes > memory.nbytes:
+                missing = StoreUnavailableError("the staging memory does not exist, or ends before the block does")
+                task.failed(block.key, missing)
+                continue
             try:
-                if self._memory is None:
-                    failure = StoreUnavailableError("the staging memory does not exist")
-                elif place + nbytes > self._memory.nbytes:
-                    failure = StoreUnavailableError("the slab ends before the block does")
-                else:
-                    scatter(self._memory[place : place + nbytes], block.slices)
+                scatter(memory[place : place + nbytes], block.slices)
             except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
-                failure = StoreError(f"{type(error).__name__}: {error}")
-            if failure is None:
-                task.succeeded(block.key, tier, nbytes)
+                task.failed(block.key, unexpected(error))
             else:
-                task.failed(block.key, failure)
+                task.succeeded(block.key, tier, nbytes)
 
 
 #: The slabs of this process, by token.

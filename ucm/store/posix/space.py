@@ -91,12 +91,7 @@ class Usage:
         self._root = root
         self._path = f"{root}/{USAGE_FILE}"
         self._lock = -1
-        self._without_locks = False
-
-    @property
-    def is_exclusive(self) -> bool:
-        """Whether this evictor is the only one, because the file system has locks."""
-        return not self._without_locks
+        self.is_exclusive = True  #: whether this evictor is the only one, because the file system has locks
 
     def read(self) -> State | None:
         """Return the content of the file; None if it is missing or empty.
@@ -245,8 +240,8 @@ class Usage:
         return open_file(self._path, flags | os.O_CREAT, mode, group)
 
     def _warn(self, error: OSError) -> None:
-        if not self._without_locks:
-            self._without_locks = True
+        if self.is_exclusive:
+            self.is_exclusive = False
             get_logger(__name__).warning(
                 "[UCM.Store] %s has no locks (%s): every engine evicts for itself", self._root, error.strerror
             )
@@ -343,6 +338,7 @@ class Evictor:
             used_ns: The time, in nanoseconds since the epoch.
             failed: Called if it cannot be set, for instance because there is no such block.
         """
+        self.start()
         if len(self._touches) < _MOST_TOUCHES:
             self._touches.append((path, used_ns, failed))
         else:  # the directory has been stuck for long
