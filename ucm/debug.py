@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
 from ucm.hashing.request_content import RequestContent
 from ucm.integration.vllm.connector.kv_cache import longest_hit
-from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
+from ucm.integration.vllm.weightless import EngineFacts, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.factory import open_store, remove_blocks
 
@@ -69,25 +69,6 @@ class Found:
     def hit_rate(self) -> float:
         """The share of the prompt's tokens that were found, 0 to 1."""
         return self.found_tokens / self.tokens if self.tokens else 0.0
-
-
-@dataclass(frozen=True)
-class FoundBlocks:
-    """Where the blocks of a prompt are stored, of one KV-cache group.
-
-    Args:
-        stored: The group.
-        keys: The whole blocks of the prompt, in order.
-        tiers: For each tier of the pipeline whether it has each block, of all ranks.
-        present: Whether each block is stored, of all ranks, in any tier.
-        silent: The tiers that did not answer, with the causes; they have nothing.
-    """
-
-    stored: StoredGroup
-    keys: tuple[BlockKey, ...]
-    tiers: Mapping[str, Sequence[bool]]
-    present: Sequence[bool]
-    silent: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -159,42 +140,6 @@ def describe(
             fix="leave it out: each slice's store works alike",
         )
     return settings, describe_engine(Path(model), extra, engine_args, of_all_ranks=of_all_ranks)
-
-
-def find_blocks(
-    settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequence[int], salt: str = ""
-) -> list[FoundBlocks]:
-    """Look up every block of a prompt in every tier; nothing is loaded.
-
-    Args:
-        settings: The engine's settings.
-        facts: The namespace and geometry that the engine would use.
-        token_ids: The prompt.
-        salt: The ``cache_salt`` of its requests; empty for none.
-
-    Returns:
-        One entry for each KV-cache group.
-
-    Raises:
-        ConfigError: A tier cannot be opened.
-        UcmError: The engine would not cache this prompt.
-    """
-    config, found = settings.store.as_store_config(), []
-    for stored in facts.stored:
-        keys = block_keys(facts, token_ids, stored.group.chunk_tokens, salt)
-        there: Any = np.zeros((len(config.parts), len(stored.ranks), len(keys)), np.bool_)
-        silent = {}
-        for tier, name in enumerate(config.parts):
-            options = {name: config.tiers[name]} if name in config.tiers else {}
-            for rank, namespace in enumerate(stored.ranks):
-                with open_store(replace(config, pipeline=name, tiers=options), namespace, None) as store:
-                    there[tier, rank] = store.lookup(keys)
-                    failures = [cause for stats in store.stats().values() for cause in stats.failures]
-                if failures:
-                    silent[name] = ", ".join(failures)
-        tiers = dict(zip(config.parts, there.all(axis=1).tolist(), strict=True))
-        found.append(FoundBlocks(stored, tuple(keys), tiers, there.any(axis=0).all(axis=0).tolist(), silent))
-    return found
 
 
 def hit_length(
