@@ -134,9 +134,9 @@ def say(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def say_json(data: Any) -> None:
-    """Write a result for a program; its paths may be in any encoding."""
-    say([json.dumps(data, indent=1)])
+def answer(options: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
+    """Write a result: with ``--json`` for a program, whose paths may be in any encoding, else the lines."""
+    say([json.dumps(data, indent=1)] if options.json else lines)
 
 
 def say_aside(line: str) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import positive, say, say_aside, say_json, table
+from ucm.commands.options import answer, positive, say_aside, table
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import how_to_install
 from ucm.doctor.report import Report, as_data, examine
@@ -151,10 +151,7 @@ def handle(options: argparse.Namespace) -> int:
     report = examine(options.config, options.model)
     if options.run:
         report = _run(report, options)
-    if options.json:
-        say_json(as_data(report))
-    else:
-        say([render(report, colour=wants_colour())])
+    answer(options, as_data(report), [render(report, colour=wants_colour())])
     return int(has_error(report.findings))
 
 

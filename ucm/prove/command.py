@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import add_engine_args, at_least, positive, say, say_aside, say_json
+from ucm.commands.options import add_engine_args, answer, at_least, positive, say_aside
 from ucm.engine_process import handled
 from ucm.errors import UcmError
 from ucm.prove.arguments import Request, parse_sparse
@@ -100,8 +100,5 @@ def handle(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("ucm: interrupted; the engines are ended, and their store is deleted\n")
         return INTERRUPTED
-    if options.json:
-        say_json(as_data(proof))
-    else:
-        say(render(proof))
+    answer(options, as_data(proof), render(proof))
     return proof.code

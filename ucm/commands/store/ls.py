@@ -6,7 +6,7 @@ import heapq
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucm.commands.options import say, say_json, table
+from ucm.commands.options import answer, table
 from ucm.commands.store.places import Directory, find_places
 from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
@@ -65,13 +65,10 @@ def run(options: argparse.Namespace) -> int:
         shown = choose(options.limit, matching, key=_ORDERS[options.sort])
     else:
         shown = sorted(matching, key=_ORDERS[options.sort], reverse=options.reverse)
-    if options.json:
-        say_json({"blocks": [_data(one) for one in shown], "matching": blocks, "matching_bytes": nbytes})
-    else:
-        say(_text(shown))
-        shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
-        say([f"{blocks_and_bytes(blocks, nbytes)}{shorter}"])
-        say(places.complaints())
+    shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
+    lines = [*_text(shown), f"{blocks_and_bytes(blocks, nbytes)}{shorter}", *places.complaints()]
+    data = {"blocks": [_data(one) for one in shown], "matching": blocks, "matching_bytes": nbytes}
+    answer(options, data, lines)
     return int(bool(places.broken))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm.clock import SYSTEM
-from ucm.commands.options import many, quieten, read_prompt, say, say_json, table
+from ucm.commands.options import answer, many, quieten, read_prompt, table
 from ucm.commands.store.text import iso
 from ucm.config.settings import format_size
 from ucm.debug import block_keys, describe, hit_length
@@ -373,7 +373,7 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name in {"seconds", "from_token"}}
     data = act(Prompt(*described, token_ids, salt), **given)
     lines, is_whole = tell(data, options.action)
-    say_json(data) if options.json else say(lines)
+    answer(options, data, lines)
     return int(not is_whole)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import many, say, say_json, table
+from ucm.commands.options import answer, many, table
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
@@ -41,17 +41,14 @@ def run(options: argparse.Namespace) -> int:
     directories = [_directory(one, held, bare=one in bare) for one, held in stocks.items()]
     servers = _ask_servers(places, every=options.tier is None)
     tiers = _tiers(places, directories)
-    if options.json:
-        say_json({"directories": directories, "tiers": tiers, "servers": servers})
-    else:
-        paragraphs = [_text(*one) for one in zip(stocks.items(), directories, strict=True)]
-        paragraphs += [
-            [f"The {tier['tier']} tier uses {format_size(tier['bytes'])} of the {format_size(most)} that it may use."]
-            for tier in tiers
-            if (most := tier["capacity_bytes"]) is not None
-        ]
-        paragraphs += [_server_text(one) for one in servers]
-        say("\n\n".join("\n".join(lines) for lines in paragraphs).splitlines())
+    paragraphs = [_text(*one) for one in zip(stocks.items(), directories, strict=True)]
+    paragraphs += [
+        [f"The {tier['tier']} tier uses {format_size(tier['bytes'])} of the {format_size(most)} that it may use."]
+        for tier in tiers
+        if (most := tier["capacity_bytes"]) is not None
+    ]
+    text = "\n\n".join("\n".join(lines) for lines in [*paragraphs, *map(_server_text, servers)])
+    answer(options, {"directories": directories, "tiers": tiers, "servers": servers}, text.splitlines())
     failed = not all(one["answers"] for one in servers)
     return int(bool(places.broken) or any(one["unmarked"] for one in directories) or failed)
 

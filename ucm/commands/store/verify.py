@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import many, say, say_json
+from ucm.commands.options import answer, many
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, progress
 from ucm.config.settings import format_size
@@ -70,10 +70,7 @@ def run(options: argparse.Namespace) -> int:
     places = find_places(options, servers=True)
     data, broken = verify(places, options.threads, options.quarantine)
     lacks = bool(broken or data["bare"] or data["unmarked"])
-    if options.json:
-        say_json(data)
-    else:
-        say(_text(data, broken, lacks=lacks))
+    answer(options, data, _text(data, broken, lacks=lacks))
     return int(bool(data["problems"] or data["keyless"]) or lacks)
 
 
