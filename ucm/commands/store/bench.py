@@ -51,10 +51,11 @@ def run(options: argparse.Namespace) -> int:
     if config.parts == ["Empty"]:
         raise UcmError("the store 'Empty' keeps nothing that could be measured", fix="name another one")
     workload = Workload(options.blocks, _SLICES, slice_nbytes, options.rounds)
+    figures = Figures(workload)
     new = "Posix" not in config.parts and not Path(config.dram_directory).exists()
     try:
         with progress("measuring", None, "steps") as bar:
-            figures = bench(config, workload, partial(_step, bar))
+            bench(config, figures, partial(_step, bar))
     finally:
         if new:
             with suppress(OSError):
