@@ -9,7 +9,7 @@ import difflib
 import re
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucm.errors import ConfigError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
+T = TypeVar("T")
 #: Marks a missing value where None would be valid.
 NO_VALUE: Any = object()
 
@@ -70,14 +71,14 @@ def wrong(place: Place, what: str, fix: str, value: object = NO_VALUE) -> Config
     return ConfigError(what, where=f"{place}{shown}", fix=fix)
 
 
-def raise_for(errors: Sequence[ConfigError]) -> None:
-    """Raise one error that lists all problems, if there are any.
+def found_or_problems(found: T | None, errors: Sequence[ConfigError]) -> T:
+    """Return what was found; raise one error that lists all problems, if there are any.
 
     Raises:
         ConfigError: If there is a problem.
     """
-    if not errors:
-        return
+    if not errors and found is not None:
+        return found
     if len(errors) == 1:
         raise errors[0]
     listed = "\n".join(f"{number}. {error}" for number, error in enumerate(errors, 1))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ucm.config.problems import raise_for
+from ucm.config.problems import found_or_problems
 from ucm.errors import ConfigError, meant
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
@@ -82,12 +82,12 @@ def parse_options(model: type[Options], name: str, given: Mapping[str, Any], sec
     Raises:
         ConfigError: For all wrong options, each with its place and the remedy.
     """
+    found, errors = None, list[ConfigError]()
     try:
-        return model.model_validate(dict(given))
+        found = model.model_validate(dict(given))
     except ValidationError as error:
         errors = [_refused(model, name, of, f"{section}.{name}") for of in error.errors()]
-    raise_for(errors)
-    raise RuntimeError("options that are refused have no error")
+    return found_or_problems(found, errors)
 
 
 def plain_options(model: type[MethodOptions], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
