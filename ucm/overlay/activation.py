@@ -20,7 +20,7 @@ from ucm.errors import PIP
 from ucm.logger import get_logger
 from ucm.overlay.errors import InactiveOverlayError
 from ucm.overlay.finder import check_unshared, state
-from ucm.overlay.replaced import LOADED, Replacement, overrides, replacements
+from ucm.overlay.replaced import LOADED, Replacement, replacements
 from ucm.overlay.switches import ALL, PLUGINS, is_set
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Repla
     wanted, found = list(groups), []
     for boot in [] if is_set(ALL) else boots():
         _check_in_place(boot.FINDER, boot.DIRECTORY)
-        manifest = state(boot.DIRECTORY).manifest
-        found += replacements(manifest, wanted)
-        found += overrides(manifest, wanted, kind) if kind is not None else []
+        found += replacements(state(boot.DIRECTORY).manifest, wanted, kind)
     return found
 
 
