@@ -117,29 +117,22 @@ def open_connector(
         ConfigError: A setting is wrong.
         UcmError: There is no such model, or vLLM is not installed or refuses it.
     """
-    return DebugConnector(*describe(config, model, engine_args))
+    settings, facts = describe(config, model, engine_args)
+    if any(len(stored.ranks) > 1 or stored.group.slices for stored in facts.stored):
+        raise UcmError(
+            "it has several ranks, or stores slices of KV heads, and only whole blocks of one rank can be tried",
+            where="tensor_parallel_size, or kv_head_shards",
+            fix="leave them out: the store of each rank, or slice, works alike",
+        )
+    return DebugConnector(settings, facts)
 
 
 def describe(
-    config: str | Path | Mapping[str, Any],
-    model: str | Path,
-    engine_args: Mapping[str, Any] | None = None,
-    *,
-    of_all_ranks: bool = False,
+    config: str | Path | Mapping[str, Any], model: str | Path, engine_args: Mapping[str, Any] | None = None
 ) -> tuple[ConnectorConfig, EngineFacts]:
-    """Return the settings of an engine, and what it would name and store; see ``open_connector``.
-
-    With ``of_all_ranks``, the engine may have several ranks.
-    """
+    """Return the settings of an engine, of any number of ranks, and what it would name and store."""
     extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
-    settings = load_connector_config(extra)
-    if settings.kv_head_shards and not of_all_ranks:
-        raise UcmError(
-            "this engine stores blocks in slices of KV heads, and only whole blocks can be tried",
-            where=f"kv_head_shards = {settings.kv_head_shards}",
-            fix="leave it out: each slice's store works alike",
-        )
-    return settings, describe_engine(Path(model), extra, engine_args, of_all_ranks=of_all_ranks)
+    return load_connector_config(extra), describe_engine(Path(model), extra, engine_args)
 
 
 def hit_length(

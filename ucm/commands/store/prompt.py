@@ -368,7 +368,7 @@ def run(options: argparse.Namespace) -> int:
     quieten()
     salt = read_secret(options.salt_file, None, "--salt-file")
     token_ids = read_prompt(options) or []
-    described = describe(options.config, options.model, options.engine_args, of_all_ranks=True)
+    described = describe(options.config, options.model, options.engine_args)
     act, tell = ACTIONS[options.action]
     given = {name: value for name, value in vars(options).items() if name in {"seconds", "from_token"}}
     data = act(Prompt(*described, token_ids, salt), **given)

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         raise UcmError(
             "whoever reaches this address could delete blocks", where="--listen", fix="give --token-file, or unix:PATH"
         )
-    described = describe(options.config, options.model, options.engine_args, of_all_ranks=True)
+    described = describe(options.config, options.model, options.engine_args)
     app = application(described, options.model, token)
     import uvicorn  # noqa: PLC0415 - vLLM brings it
 
