@@ -14,9 +14,8 @@ from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.finder import builder_of, how_to_build, how_to_get, sha256_of
+from ucm.overlay.finder import builder_of, how_to_build, how_to_complete, how_to_get, missing_hooks, sha256_of
 from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.seam import how_to_complete, missing_hooks
 from ucm.overlay.switches import ALL, disabled_groups
 
 if TYPE_CHECKING:
@@ -92,16 +91,14 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
     if not overlays:
         return _none_installed(vllm, needed=needed)
     if len(overlays) > 1:
+        distribution = overlays[0].directory.name.replace("_", "-")
         return Finding(
             OVERLAY,
             Status.ERROR,
             f"{len(overlays)} overlays are installed, but only the first is active",
             tuple(f"{overlay.version or 'unknown version'}: {overlay.directory.parent}" for overlay in overlays),
             (
-                (
-                    "keep one of them; uninstall each other one in its environment: "
-                    f"{PIP} uninstall {distribution_of(overlays[0])}"
-                ),
+                f"keep one of them; uninstall each other one in its environment: {PIP} uninstall {distribution}",
                 "or remove its directory from PYTHONPATH",
             ),
         )
@@ -122,11 +119,6 @@ def _lacking(name: str, manifest: Manifest) -> Finding | None:
         return None
     what = f"{name} calls hooks that are not installed"
     return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
-
-
-def distribution_of(overlay: Overlay) -> str:
-    """Return the name of the distribution that installs an overlay."""
-    return overlay.directory.name.replace("_", "-")
 
 
 def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:

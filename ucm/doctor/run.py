@@ -19,6 +19,7 @@ from ucm.doctor.engine_run import LONGEST
 from ucm.doctor.findings import Finding, Status, has_error
 from ucm.engine_process import TIMED_OUT, Ended, connector, prepare_model, run_child
 from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, method_of_file
+from ucm.sparse import probe
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
 
@@ -60,42 +61,33 @@ class Hook:
     counters: tuple[str, ...] = ()
 
 
-HOOKS = (
-    Hook("scheduler_init", Role.SCHEDULER),
-    Hook("kv_cache_memory", Role.SCHEDULER),
-    Hook("block_hash_function", Role.SCHEDULER),
-    Hook("engine_core_started", Role.SCHEDULER),
-    Hook("request_added", Role.SCHEDULER, ("request_added",)),
-    Hook("limit_new_tokens", Role.SCHEDULER, ("limit_new_tokens",)),
-    Hook("before_allocation", Role.SCHEDULER, ("before_allocation",)),
-    Hook("scheduler_output_built", Role.SCHEDULER, ("build_metadata",)),
-    Hook("request_preempted", Role.SCHEDULER, ("request_preempted",)),
-    Hook("request_freed", Role.SCHEDULER, ("request_freed",)),
-    Hook("worker_init", Role.WORKER),
-    Hook(FIELDS, Role.WORKER, (METADATA_RECEIVED,)),
-    Hook("update_states", Role.WORKER, ("update_states",)),
-    Hook("worker_requests_finished", Role.WORKER, ("requests_finished",)),
-    Hook("blocks_updated", Role.WORKER, ("blocks_updated",)),
-    Hook("clear_row", Role.WORKER),
-    Hook("execute_begin", Role.WORKER, ("execute_begin",)),
-    Hook("execute_finished", Role.WORKER, ("execute_finished",)),
-    Hook("v2_requests_finished", Role.WORKER, ("update_states", "requests_finished")),
-    Hook("v2_requests_added", Role.WORKER, ("requests_added",)),
-    Hook("v2_requests_updated", Role.WORKER, ("requests_updated",)),
-    Hook("v2_append_block_ids", Role.WORKER, ("append_block_ids",)),
-    Hook("v2_execute_begin", Role.WORKER, ("execute_begin",)),
-    Hook("v2_execute_finished", Role.WORKER, ("execute_finished",)),
-    Hook("kv_write_begin", Role.WORKER, ("kv_write_begin",)),
-    Hook("kv_write_finished", Role.WORKER, ("kv_write_finished",)),
-    Hook("attention_begin", Role.WORKER, ("attention_begin",)),
-    Hook("attention_finished", Role.WORKER, ("attention_finished",)),
-    Hook("mla_begin", Role.WORKER, ("mla_begin",)),
-    Hook("mla_finished", Role.WORKER, ("mla_finished",)),
-    Hook("layer_begin", Role.WORKER, ("layer_begin",)),
-    Hook("layer_finished", Role.WORKER, ("layer_finished",)),
-    Hook("ffn_begin", Role.WORKER, ("ffn_begin",)),
-    Hook("ffn_finished", Role.WORKER, ("ffn_finished",)),
-)
+_NAMES = {
+    Role.SCHEDULER: (
+        *("scheduler_init", "kv_cache_memory", "block_hash_function", "engine_core_started", "request_added"),
+        *("limit_new_tokens", "before_allocation", "scheduler_output_built", "request_preempted", "request_freed"),
+    ),
+    Role.WORKER: (
+        *("worker_init", FIELDS, "update_states", "worker_requests_finished", "blocks_updated", "clear_row"),
+        *("execute_begin", "execute_finished", "v2_requests_finished", "v2_requests_added", "v2_requests_updated"),
+        *("v2_append_block_ids", "v2_execute_begin", "v2_execute_finished", "kv_write_begin", "kv_write_finished"),
+        *("attention_begin", "attention_finished", "mla_begin", "mla_finished", "layer_begin", "layer_finished"),
+        *("ffn_begin", "ffn_finished"),
+    ),
+}
+#: The counters of hooks that call the method's function of another name.
+_COUNTERS = {
+    FIELDS: (METADATA_RECEIVED,),
+    "scheduler_output_built": ("build_metadata",),
+    "v2_requests_finished": ("update_states", "requests_finished"),
+}
+
+
+def _hook(name: str, role: Role) -> Hook:
+    called = name.removeprefix("v2_").removeprefix("worker_")
+    return Hook(name, role, _COUNTERS.get(name, (called,) if called in probe.HOOKS else ()))
+
+
+HOOKS = tuple(_hook(name, role) for role, names in _NAMES.items() for name in names)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ def add_parser(commands: Any) -> None:
         "store", help="inspect, verify and clean a store of KV blocks", description=description
     )
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_stat(inner)
+    _add_places(_add(inner, "stat", "show how much a store holds, by namespace"))
     _add_ls(inner)
     _add_verify(inner)
-    _add_lookup(inner)
+    _add_prompt(inner, "lookup", "show which blocks of a prompt are stored, and in which tiers")
     _add_leases(inner)
     _add_moves(inner)
     _add_gc(inner)
@@ -70,10 +70,6 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_stat(commands: Any) -> None:
-    _add_places(_add(commands, "stat", "show how much a store holds, by namespace"))
-
-
 def _add_ls(commands: Any) -> None:
     parser = _add(commands, "ls", "list blocks, most recently used first")
     _add_places(parser)
@@ -110,10 +106,6 @@ def _add_prompt(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(action=name)
     return parser
-
-
-def _add_lookup(commands: Any) -> None:
-    _add_prompt(commands, "lookup", "show which blocks of a prompt are stored, and in which tiers")
 
 
 def _add_leases(commands: Any) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.commands.options import answer, table
-from ucm.commands.store.places import Directory, find_places
+from ucm.commands.store.places import Directory, about, find_places
 from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
@@ -67,7 +67,11 @@ def run(options: argparse.Namespace) -> int:
         shown = sorted(matching, key=_ORDERS[options.sort], reverse=options.reverse)
     shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
     lines = [*_text(shown), f"{blocks_and_bytes(blocks, nbytes)}{shorter}", *places.complaints()]
-    data = {"blocks": [_data(one) for one in shown], "matching": blocks, "matching_bytes": nbytes}
+    data = {
+        "blocks": [{**about(*one), "bytes": one.block.nbytes, "used": iso(one.block.used)} for one in shown],
+        "matching": blocks,
+        "matching_bytes": nbytes,
+    }
     answer(options, data, lines)
     return int(bool(places.broken))
 
@@ -94,16 +98,3 @@ def _text(shown: list[Listed]) -> list[str]:
         rows += [(block.key.hex(), format_size(block.nbytes), ago(block.used)) for block in blocks]
         lines += [f"{path}: {namespace}", *(f"  {line}" for line in table(rows, right=(1,))), ""]
     return lines
-
-
-def _data(listed: Listed) -> dict[str, Any]:
-    directory, block = listed
-    return {
-        "directory": directory.path,
-        "tier": directory.tier,
-        "namespace": block.layout.namespace,
-        "key": block.key.hex(),
-        "path": block.path,
-        "bytes": block.nbytes,
-        "used": iso(block.used),
-    }

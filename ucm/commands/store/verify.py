@@ -6,12 +6,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.commands.options import answer, many
-from ucm.commands.store.places import Directory, Places, find_places, opened_server
+from ucm.commands.store.places import Directory, Places, about, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, progress
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError
@@ -32,33 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey
     from ucm.store.remote.tiers import RemoteTier, StoredValue
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A block to read, in a directory or on a server.
+class Item(NamedTuple):
+    """A block to read, in a directory or on a server."""
 
-    Args:
-        place: The directory, or the tier's name in the pipeline.
-        tier: ``posix``, ``dram``, ``redis``, ``mooncake`` or ``s3``.
-        namespace: Its namespace, or the digest of one that no directory names.
-        key: Its key.
-        path: Its file, or its name on the server.
-        nbytes: The length of its file or value.
-        check: Reads it and returns what is wrong with it, or None; its argument is called if the block is authentic.
-        quarantine: Takes it out of the way, and returns whether it could.
-    """
-
-    place: str
-    tier: str
-    namespace: str
-    key: BlockKey
-    path: str
-    nbytes: int
-    check: Callable[[Callable[[], object]], StoreError | None]
-    quarantine: Callable[[StoreError], bool]
+    about: dict[str, str]  #: what ``--json`` prints of it
+    nbytes: int  #: the length of its file or value
+    check: Callable[[Callable[[], object]], StoreError | None]  #: reads it; its argument is called if it is authentic
+    quarantine: Callable[[StoreError], bool]  #: takes it out of the way, and returns whether it could
 
 
 def run(options: argparse.Namespace) -> int:
@@ -145,7 +127,8 @@ def _read(
                 done["blocks"] += 1
                 done["bytes"] += item.nbytes
                 if error is not None:
-                    problems.append(_problem(item, error, quarantined))
+                    found = {"cause": error.cause, "reason": error.what, "quarantined": quarantined}
+                    problems.append({**item.about, **found})
 
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -156,39 +139,24 @@ def _read(
     return done, problems
 
 
-def _problem(item: Item, error: StoreError, quarantined: bool) -> dict[str, Any]:
-    return {
-        "directory": item.place,
-        "tier": item.tier,
-        "namespace": item.namespace,
-        "key": item.key.hex(),
-        "path": item.path,
-        "cause": error.cause,
-        "reason": error.what,
-        "quarantined": quarantined,
-    }
-
-
 def _items(places: Places, servers: Mapping[str, RemoteTier], authenticator: Authenticator | None) -> Iterator[Item]:
     """List the blocks, which are as many as the medium has at that moment."""
     keep = places.config.quarantine_keep
     for directory, layout in places.chosen():
         for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-            yield Item(
-                *(directory.path, directory.tier, layout.namespace, block.key, block.path, block.nbytes),
-                partial(check_block, block, authenticator),
-                partial(quarantine_block, block, keep=keep),
-            )
+            quarantine = partial(quarantine_block, block, keep=keep)
+            yield Item(about(directory, block), block.nbytes, partial(check_block, block, authenticator), quarantine)
     meant, known = places.digests(), places.names()
     for name, tier in servers.items():
         for value in tier.stored():
             if meant is None or value.digest in meant:
-                namespace = known.get(value.digest, value.digest)
-                yield Item(
-                    *(name, tier.name, namespace, value.key, tier.path(value), value.nbytes),
-                    partial(tier.check, value),
-                    partial(_discard, tier, value),
-                )
+                of = {
+                    "namespace": known.get(value.digest, value.digest),
+                    "key": value.key.hex(),
+                    "path": tier.path(value),
+                }
+                check, discard = partial(tier.check, value), partial(_discard, tier, value)
+                yield Item({"directory": name, "tier": tier.name, **of}, value.nbytes, check, discard)
 
 
 def _discard(tier: RemoteTier, value: StoredValue, error: StoreError) -> bool:
