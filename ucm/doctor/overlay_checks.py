@@ -14,7 +14,7 @@ from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.finder import builder_of, how_to_build, how_to_complete, how_to_get, missing_hooks, sha256_of
+from ucm.overlay.finder import how_to_build, how_to_complete, how_to_get, how_to_unite, missing_hooks, sha256_of
 from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.switches import ALL, disabled_groups
 
@@ -259,11 +259,8 @@ def check_further_overlays() -> list[Finding]:
     shared = {name: by for name, by in shadowed.items() if len(by) > 1}
     if shared:
         involved = {manifest.directory: manifest for by in shared.values() for manifest in by}.values()
-        owners = "+".join(dict.fromkeys(owner for manifest in involved for owner in manifest.owners))
         details = tuple(f"{name}: {', '.join(m.distribution for m in by)}" for name, by in shared.items())
-        builder = builder_of(involved)
-        both = f"{owners}-{builder.release}"
-        todo = (f"build them as one: {builder.command('build-overlay', both)}",)
+        todo = (f"build them as one: {how_to_unite(involved)}",)
         what = f"{len(shared)} modules are shadowed by more than one overlay: vLLM will not start"
         findings.append(Finding(OVERLAY, Status.ERROR, what, details, todo))
     return findings

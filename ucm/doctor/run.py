@@ -91,43 +91,6 @@ HOOKS = tuple(_hook(name, role) for role, names in _NAMES.items() for name in na
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts of a run.
-
-    Attributes:
-        requests: How many requests were served.
-        preemptions: How many preemptions the engine counted; None if it does not report them.
-        runner: The modules of the workers' model runners.
-        model: The modules of the model's classes.
-        mla: Whether there are MLA layers.
-        plain: Whether there are other attention layers.
-        separate_kv_write: Whether any of these writes keys and values with a separate operator.
-    """
-
-    requests: int
-    preemptions: int | None
-    runner: frozenset[str]
-    model: frozenset[str]
-    mla: bool
-    plain: bool
-    separate_kv_write: bool
-
-    @classmethod
-    def of(cls, saw: Mapping[str, Any]) -> Facts:
-        """Return the facts from the result of the engine's child process."""
-        kinds = [kind for worker in saw["workers"] for kind in worker["attention"]]
-        return cls(
-            saw["requests"],
-            saw["preemptions"],
-            frozenset(name for worker in saw["workers"] for name in worker["runner"]),
-            frozenset(name for worker in saw["workers"] for name in worker["model"]),
-            any(kind["mla"] for kind in kinds),
-            any(not kind["mla"] for kind in kinds),
-            any(kind["separate_kv_write"] and not kind["mla"] for kind in kinds),
-        )
-
-
-@dataclass(frozen=True)
 class Expectation:
     """Whether a hook must fire, and whether it did.
 
@@ -156,21 +119,32 @@ class Expectation:
         return "missing" if self.missing or not self.fired else "ok"
 
 
-def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> list[Expectation]:
-    """Return, for every hook of the seam, whether it must have fired."""
-    return [_expectation(hook, manifest, disabled, facts) for hook in HOOKS]
+def expectations(manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> list[Expectation]:
+    """Return, for every hook of the seam, whether it must have fired, from what the engine reported."""
+    return [_expectation(hook, manifest, disabled, saw) for hook in HOOKS]
 
 
-def unhooked_runners(manifest: Manifest, facts: Facts) -> list[str]:
+def _names(saw: Mapping[str, Any], of: str) -> set[str]:
+    """Return the modules of the workers' model runners (``runner``), or of the model's classes (``model``)."""
+    return {name for worker in saw["workers"] for name in worker[of]}
+
+
+def _kinds(saw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the kinds of attention layers; see `ucm.engine.WorkerFacts.ucm_facts`."""
+    return [kind for worker in saw["workers"] for kind in worker["attention"]]
+
+
+def unhooked_runners(manifest: Manifest, saw: Mapping[str, Any]) -> list[str]:
     """Return the model runners that ran, if the overlay of this release has hooks in none of them.
 
     Up to 0.15.1, for instance, it has none in the V2 runner; then no runner's hook would be expected to fire.
     """
     hooked = {m.name for m in manifest.modules.values() if FORWARD & set(m.hooks)}
-    return [] if hooked & facts.runner else sorted(name for name in facts.runner if name.endswith("model_runner"))
+    runners = _names(saw, "runner")
+    return [] if hooked & runners else sorted(name for name in runners if name.endswith("model_runner"))
 
 
-def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> Expectation:
+def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> Expectation:
     modules = [m for m in manifest.modules.values() if hook.name in m.hooks or (hook.name, m.name) == (FIELDS, OUTPUT)]
     if hook.name in manifest.left_out:
         build = manifest.command("build-overlay", f"{manifest.named or manifest.release} --hooks all")
@@ -181,46 +155,47 @@ def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], fa
     on = [m for m in modules if m.group not in disabled]
     if not on:
         return Expectation(hook, 0, f"group {modules[0].group} is off: {disabled[modules[0].group]}")
-    reasons = [_unused(module.name, facts) for module in on]
-    reason = reasons[0] if all(reasons) else _no_occasion(hook.name, disabled, facts)
-    return Expectation(hook, 0, reason) if reason else Expectation(hook, _at_least(hook.name, facts))
+    reasons = [_unused(module.name, saw) for module in on]
+    reason = reasons[0] if all(reasons) else _no_occasion(hook.name, disabled, saw)
+    return Expectation(hook, 0, reason) if reason else Expectation(hook, _at_least(hook.name, saw))
 
 
-def _unused(module: str, facts: Facts) -> str:
+def _unused(module: str, saw: Mapping[str, Any]) -> str:
     """Return why the run did not execute a module; empty if it did."""
-    v2 = V2_RUNNER in facts.runner
+    v2, are_mla = V2_RUNNER in _names(saw, "runner"), [kind["mla"] for kind in _kinds(saw)]
     if module == V1_RUNNER and v2:
         return "the V2 model runner ran"
     if module.startswith(V2_PACKAGE) and not v2:
         return "the V1 model runner ran"
-    if module.startswith(MODELS) and module not in facts.model:
+    if module.startswith(MODELS) and module not in _names(saw, "model"):
         return "the overlay does not rewrite this model's layers"
-    if ".mla" in module and not facts.mla:
+    if ".mla" in module and not any(are_mla):
         return "the model has no MLA layers"
-    if module.endswith(".attention.attention") and not facts.plain:
+    if module.endswith(".attention.attention") and all(are_mla):
         return "the model has MLA layers only"
     return ""
 
 
-def _no_occasion(hook: str, disabled: Mapping[str, str], facts: Facts) -> str:
+def _no_occasion(hook: str, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> str:
     """Return why a hook in an executed module had no occasion to fire; empty if it had one."""
     if hook == "clear_row":
         return "called only by a sparse method that replaces blocks"
     if hook == FIELDS and "model_runner" in disabled:
         return f"group model_runner is off: {disabled['model_runner']}"
-    if hook == "request_preempted" and facts.preemptions == 0:
+    if hook == "request_preempted" and saw["preemptions"] == 0:
         return "no request had to be preempted"
-    if hook.startswith("kv_write_") and not facts.separate_kv_write:
+    separate = any(kind["separate_kv_write"] and not kind["mla"] for kind in _kinds(saw))
+    if hook.startswith("kv_write_") and not separate:
         return "this backend writes keys and values inside its attention"
     return ""
 
 
-def _at_least(hook: str, facts: Facts) -> int:
+def _at_least(hook: str, saw: Mapping[str, Any]) -> int:
     """Return how often a hook must fire: the engine's own count, if it has one."""
     if hook in ("request_added", "request_freed"):
-        return facts.requests
+        return int(saw["requests"])
     if hook == "request_preempted":
-        return facts.preemptions or 1
+        return int(saw["preemptions"] or 1)
     return 1
 
 
@@ -290,9 +265,8 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     if ended.failure:
         return run
     (saw,) = ended.results()
-    facts = Facts.of(saw)
-    hooks = [_counted(expected, run.processes) for expected in expectations(manifest, disabled, facts)]
-    run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, facts))
+    hooks = [_counted(expected, run.processes) for expected in expectations(manifest, disabled, saw)]
+    run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, saw))
     if not has_error(check_run(run)):
         shutil.rmtree(directory)
     return run

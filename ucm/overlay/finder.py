@@ -25,7 +25,7 @@ from ucm.overlay.replaced import note
 from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Sequence
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
@@ -126,16 +126,13 @@ def check_unshared(finder: Any, name: str) -> None:
                 known[other.directory] = of.manifest
     if len(known) < 2:  # noqa: PLR2004 - two
         return
-    owners = list(dict.fromkeys(owner for manifest in known.values() for owner in manifest.owners))
-    builder = builder_of(known.values())
-    both = f"{'+'.join(owners)}-{builder.release}"
     raise SharedModuleError(
         f"{len(known)} overlays shadow {name}, but only one of them would be active",
         [f"{manifest.distribution} {manifest.version}: {place}" for place, manifest in known.items()],
         [
             (
                 "build them as one, with the rules of each in a stated order, and install that alone: "
-                f"{builder.command('build-overlay', both)}"
+                f"{how_to_unite(known.values())}"
             ),
             f"uninstall one of them: `{PIP} uninstall {getattr(finder, 'distribution', '')}`",
             RUN_UPSTREAM,
@@ -144,9 +141,11 @@ def check_unshared(finder: Any, name: str) -> None:
     )
 
 
-def builder_of(manifests: Iterable[Manifest]) -> Manifest:
-    """Return, of overlays that should be one, the one whose builder can have the rules of all of them."""
-    return max(manifests, key=lambda manifest: manifest.built_by == TOOLS)
+def how_to_unite(manifests: Collection[Manifest]) -> str:
+    """Return how to build overlays as one, by the builder that can have the rules of all of them."""
+    builder = max(manifests, key=lambda manifest: manifest.built_by == TOOLS)
+    owners = dict.fromkeys(owner for manifest in manifests for owner in manifest.owners)
+    return builder.command("build-overlay", f"{'+'.join(owners)}-{builder.release}")
 
 
 def _is_ours(finder: Any) -> bool:
