@@ -16,6 +16,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
@@ -223,15 +224,16 @@ class _Run:
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
         loads, saves = self._config.load_threads, self._config.save_threads
+        save, load = (partial(call, self._store, of) for call, of in ((save_all, self._saves), (load_all, self._loads)))
         yield "memcpy", lambda: np.copyto(self._target, self._source)
         self._target.fill(0)
         yield "staged", self._copy
-        self._verify()
+        verify(self._source, self._target)
         writes: list[tuple[str, Callable[[], None]]] = [
             ("write", lambda: self._each(self._write)),
             (f"write x{saves}", lambda: self._each(self._write, saves)),
             (f"write checked x{saves}", lambda: self._each(self._write_checked, saves)),
-            ("save", self._save),
+            ("save", save),
         ]
         self._delete(stored=True)
         # Alternate the order, because the first one finds the disk idle.
@@ -243,19 +245,19 @@ class _Run:
             ("read", lambda: self._each(self._read)),
             (f"read x{loads}", lambda: self._each(self._read, loads)),
             (f"read checked x{loads}", lambda: self._each(self._read_checked, loads)),
-            ("load", self._load),
+            ("load", load),
         ]
         # The first read of a file after it was written costs more than later ones: the kernel moves its pages.
         self._each(self._read)
         self._target.fill(0)
-        self._load()
-        self._verify()
+        load()
+        verify(self._source, self._target)
         self._store.flush(_FLUSH_SECONDS)
         for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
             yield f"{operation[:4]} hot{operation[4:]}", action
         if self._config.pipeline == "Posix":
             for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
-                self._drop()
+                drop_from_cache(self._files(stored=True))
                 yield f"{operation[:4]} cold{operation[4:]}", action
 
     def _each(self, action: Callable[[int], None], threads: int = 0) -> None:
@@ -282,22 +284,14 @@ class _Run:
         self._read(number)
         checksum(self._into[number])
 
-    def _save(self) -> None:
-        save_all(self._store, self._saves)
-
-    def _load(self) -> None:
-        load_all(self._store, self._loads)
-
-    def _verify(self) -> None:
-        verify(self._source, self._target)
-
     def _files(self, *, stored: bool) -> list[Path]:
         blocks = [Path(layout.block(key)) for layout in self._layouts for key in self._keys] if stored else []
         return [path for path in [*self._plain.iterdir(), *blocks] if path.exists()]
 
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
-            set_aside(path, self._aside(path))
+            os.truncate(path, 0)
+            path.rename(self._aside(path) / uuid.uuid4().hex)
         for layout in self._layouts if stored else ():
             delete_blocks(layout, self._keys)
         for tier in self._servers if stored else ():
@@ -317,9 +311,6 @@ class _Run:
         """Delete the files that were moved aside."""
         for aside in self._asides.values():
             shutil.rmtree(aside, ignore_errors=True)
-
-    def _drop(self) -> None:
-        drop_from_cache(self._files(stored=True))
 
 
 def save_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
@@ -354,12 +345,6 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-
-
-def set_aside(path: Path, into: Path) -> None:
-    """Empty a file and move it to a directory of the same file system, where no name is taken; see `bench`."""
-    os.truncate(path, 0)
-    path.rename(into / uuid.uuid4().hex)
 
 
 def for_bench(config: StoreConfig) -> StoreConfig:
