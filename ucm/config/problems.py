@@ -5,13 +5,12 @@ They are collected and raised as one error.
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, meant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,15 +20,17 @@ T = TypeVar("T")
 #: Marks a missing value where None would be valid.
 NO_VALUE: Any = object()
 
-#: The minimum similarity of a suggestion to the unknown key.
-SIMILARITY = 0.6
-
 #: The names of settings whose values must not be shown.
 SECRET = re.compile(r"(?i)password|passwd|secret|token|credential")
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 160
 _short.maxlist = _short.maxdict = 8
+
+
+def shown(value: object) -> str:
+    """Format a value for a message, however long or deeply nested it is."""
+    return _short.repr(value)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def wrong(place: Place, what: str, fix: str, value: object = NO_VALUE) -> Config
         fix: The remedy.
         value: The wrong value; NO_VALUE if the problem is that there is none.
     """
-    shown = "" if value is NO_VALUE else f" = {_short.repr(value)}"
-    return ConfigError(what, where=f"{place}{shown}", fix=fix)
+    written = "" if value is NO_VALUE else f" = {shown(value)}"
+    return ConfigError(what, where=f"{place}{written}", fix=fix)
 
 
 def found_or_problems(found: T | None, errors: Sequence[ConfigError]) -> T:
@@ -95,8 +96,7 @@ def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
     """
     key = place.path.rpartition(".")[2]
     names = sorted(known)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=SIMILARITY)
-    fix = f"did you mean {close[0]!r}?" if close else f"remove it; the settings are {', '.join(names)}"
+    fix = meant(key, names).strip() or f"remove it; the settings are {', '.join(names)}"
     if SECRET.search(key):
         fix = f"write the secret into a file, or an environment variable; {fix}"
         value = NO_VALUE

@@ -8,14 +8,13 @@ therefore be JSON text, and 0 and 1 count as booleans.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ucm.config.problems import found_or_problems
+from ucm.config.problems import found_or_problems, shown
 from ucm.errors import ConfigError, meant
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
@@ -56,15 +55,6 @@ class MethodOptions(BaseModel):
 
     beside_kv: ClassVar[frozenset[str]] = frozenset()
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 160
-
-
-def shown(value: object) -> str:
-    """Format a value for a message, however long or deeply nested it is."""
-    return _short.repr(value)
 
 
 Options = TypeVar("Options", bound=MethodOptions)
