@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.store.places import opened_server
 from ucm.config.document import FILE_KEY
 from ucm.config.load import check_connector_config
 from ucm.config.settings import DRAM, POSIX
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.config import OURS
-from ucm.store.factory import is_on_servers, open_tier
+from ucm.store.factory import is_on_servers
 from ucm.store.format import namespace_digest
-from ucm.store.remote.tiers import RemoteTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -85,21 +84,15 @@ class ProofStore:
                 left.append(f"blocks of this run may be left on {name}: no engine said under which namespace")
                 continue
             try:
-                _remove_values(self.config, name, digests)
+                with opened_server(self.config, name) as tier:
+                    for value in [value for value in tier.stored() if value.digest in digests]:
+                        tier.discard(value)
             except StoreError as error:
                 left.append(f"blocks of this run may be left on {name}: {error}")
         return left
 
 
 _ONLY_POSIX = frozenset({"directories", "posix_capacity", "fsync", "direct_io"})
-
-
-def _remove_values(config: StoreConfig, name: str, digests: set[str]) -> None:
-    tier = open_tier(config, name)
-    with closing(tier):
-        if isinstance(tier, RemoteTier):
-            for value in [value for value in tier.stored() if value.digest in digests]:
-                tier.discard(value)
 
 
 def proof_store(file: Path | None, directory: Path) -> ProofStore:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-import ucm.prove.store as module
+from ucm.commands.store import places
 from ucm.errors import ConfigError
 from ucm.prove.store import ProofStore, proof_store
 from ucm.store.base import StoreUnavailableError
@@ -105,8 +105,8 @@ class Server:
 
 
 def of_servers(directory: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> ProofStore:
-    monkeypatch.setattr(module, "RemoteTier", Server)
-    monkeypatch.setattr(module, "open_tier", lambda *_, **__: server)
+    monkeypatch.setattr(places, "RemoteTier", Server)
+    monkeypatch.setattr(places, "open_tier", lambda *_, **__: server)
     found = store_of(directory, {"store": {"pipeline": "Redis", "tiers": {"Redis": {"address": "127.0.0.1:1"}}}})
     found.namespaces.add("model-1")
     return found

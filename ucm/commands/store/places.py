@@ -197,7 +197,7 @@ def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places
     kept = tuple(name for name in found.servers if name.lower() == options.tier)
     if not directories and not kept:
         raise UcmError(f"this store has no {options.tier} tier", where=f"--tier {options.tier}", fix="leave it out")
-    return Places(directories, patterns, found.capacities, found.config, kept)
+    return replace(found, directories=directories, servers=kept)
 
 
 def about(directory: Directory, block: StoredBlock) -> dict[str, str]:
