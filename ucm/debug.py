@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -36,8 +36,6 @@ from ucm.store.factory import open_store, remove_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.request_hasher import RequestHasher
@@ -165,7 +163,7 @@ def block_keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int, sa
         raise UcmError(f"an engine would not cache this prompt: {error}") from error
 
 
-class DebugConnector:
+class DebugConnector(AbstractContextManager["DebugConnector"]):
     """The stores of an engine, opened by ``open_connector``.
 
     Args:
@@ -246,12 +244,7 @@ class DebugConnector:
         """Close the stores."""
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _trip(self, index: int, geometry: BlockGeometry, blocks: int, loads: int) -> RoundTrip:
