@@ -266,12 +266,12 @@ def _of_run(run: Run) -> list[str]:
         rows = [("hook", *(f"{run.name_of(pid)} {pid}" for pid in pids), "")]
         for result in expected:
             counts = [str(result.fired.get(pid, 0) or "·") for pid in pids]
-            rows.append((result.hook.name, *counts, result.status))
+            rows.append((result.hook, *counts, result.status))
         lines += [*(f"  {line}" for line in table(rows, right=range(1, len(pids) + 1))), ""]
     idle: dict[str, list[str]] = {}
     for result in run.hooks:
         if not result.at_least:
-            idle.setdefault(result.reason, []).append(result.hook.name)
+            idle.setdefault(result.reason, []).append(result.hook)
     return [
         *lines,
         "  not expected in this run",

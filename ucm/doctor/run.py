@@ -24,7 +24,7 @@ from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucm.overlay.manifest import Manifest
 
@@ -46,22 +46,7 @@ SHOWN = 8
 ASKED = "requests."
 
 
-@dataclass(frozen=True)
-class Hook:
-    """A hook, and how the probe shows that it fired.
-
-    Attributes:
-        name: Its name in `ucm.integration.vllm.hooks`.
-        role: The side of the engine that it fires on.
-        counters: The probe's counters for it; if empty, the process only has to have the role.
-    """
-
-    name: str
-    role: Role
-    counters: tuple[str, ...] = ()
-
-
-_NAMES = {
+_OF_SIDES = {
     Role.SCHEDULER: (
         *("scheduler_init", "kv_cache_memory", "block_hash_function", "engine_core_started", "request_added"),
         *("limit_new_tokens", "before_allocation", "scheduler_output_built", "request_preempted", "request_freed"),
@@ -82,12 +67,14 @@ _COUNTERS = {
 }
 
 
-def _hook(name: str, role: Role) -> Hook:
-    called = name.removeprefix("v2_").removeprefix("worker_")
-    return Hook(name, role, _COUNTERS.get(name, (called,) if called in probe.HOOKS else ()))
+#: The side of the engine that each hook of `ucm.integration.vllm.hooks` fires on.
+HOOKS = {name: role for role, names in _OF_SIDES.items() for name in names}
 
 
-HOOKS = tuple(_hook(name, role) for role, names in _NAMES.items() for name in names)
+def counters_of(hook: str) -> tuple[str, ...]:
+    """Return the probe's counters that show that a hook fired; none if its process only has to have its role."""
+    called = hook.removeprefix("v2_").removeprefix("worker_")
+    return _COUNTERS.get(hook, (called,) if called in probe.HOOKS else ())
 
 
 @dataclass(frozen=True)
@@ -101,10 +88,15 @@ class Expectation:
         fired: How often it fired, by process id, in the processes of its role.
     """
 
-    hook: Hook
+    hook: str
     at_least: int
     reason: str = ""
     fired: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def role(self) -> Role:
+        """The side of the engine that the hook fires on."""
+        return HOOKS[self.hook]
 
     @property
     def missing(self) -> list[int]:
@@ -119,9 +111,20 @@ class Expectation:
         return "missing" if self.missing or not self.fired else "ok"
 
 
-def expectations(manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> list[Expectation]:
-    """Return, for every hook of the seam, whether it must have fired, from what the engine reported."""
-    return [_expectation(hook, manifest, disabled, saw) for hook in HOOKS]
+def expectations(
+    manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any], processes: Sequence[ProcessReport] = ()
+) -> list[Expectation]:
+    """Return, for every hook of the seam, whether it must have fired, from what the engine reported, and how often."""
+    found = []
+    for hook, role in HOOKS.items():
+        least, reason = _expected(hook, manifest, disabled, saw)
+        fired = {
+            p.pid: min((p.counts[counter] for counter in counters_of(hook)), default=1) if least else 0
+            for p in processes
+            if role in p.roles
+        }
+        found.append(Expectation(hook, least, reason, fired))
+    return found
 
 
 def _names(saw: Mapping[str, Any], of: str) -> set[str]:
@@ -144,20 +147,24 @@ def unhooked_runners(manifest: Manifest, saw: Mapping[str, Any]) -> list[str]:
     return [] if hooked & runners else sorted(name for name in runners if name.endswith("model_runner"))
 
 
-def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> Expectation:
-    modules = [m for m in manifest.modules.values() if hook.name in m.hooks or (hook.name, m.name) == (FIELDS, OUTPUT)]
-    if hook.name in manifest.left_out:
+def _expected(hook: str, manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> tuple[int, str]:
+    """Return how often a hook must fire, and why it need not."""
+    modules = [m for m in manifest.modules.values() if hook in m.hooks or (hook, m.name) == (FIELDS, OUTPUT)]
+    if hook in manifest.left_out:
         build = manifest.command("build-overlay", f"{manifest.named or manifest.release} --hooks all")
-        what = f"the overlay was built without it; one that has it: {build}"
-        return Expectation(hook, 0, what)
+        return 0, f"the overlay was built without it; one that has it: {build}"
     if not modules:
-        return Expectation(hook, 0, f"vLLM {manifest.release} has no place for it")
+        return 0, f"vLLM {manifest.release} has no place for it"
     on = [m for m in modules if m.group not in disabled]
     if not on:
-        return Expectation(hook, 0, f"group {modules[0].group} is off: {disabled[modules[0].group]}")
+        return 0, f"group {modules[0].group} is off: {disabled[modules[0].group]}"
     reasons = [_unused(module.name, saw) for module in on]
-    reason = reasons[0] if all(reasons) else _no_occasion(hook.name, disabled, saw)
-    return Expectation(hook, 0, reason) if reason else Expectation(hook, _at_least(hook.name, saw))
+    reason = reasons[0] if all(reasons) else _no_occasion(hook, disabled, saw)
+    if reason:
+        return 0, reason
+    # The engine's own count, if it has one.
+    counts = dict.fromkeys(("request_added", "request_freed"), saw["requests"])
+    return {**counts, "request_preempted": saw["preemptions"] or 1}.get(hook, 1), ""
 
 
 def _unused(module: str, saw: Mapping[str, Any]) -> str:
@@ -188,15 +195,6 @@ def _no_occasion(hook: str, disabled: Mapping[str, str], saw: Mapping[str, Any])
     if hook.startswith("kv_write_") and not separate:
         return "this backend writes keys and values inside its attention"
     return ""
-
-
-def _at_least(hook: str, saw: Mapping[str, Any]) -> int:
-    """Return how often a hook must fire: the engine's own count, if it has one."""
-    if hook in ("request_added", "request_freed"):
-        return int(saw["requests"])
-    if hook == "request_preempted":
-        return int(saw["preemptions"] or 1)
-    return 1
 
 
 @dataclass(frozen=True)
@@ -234,8 +232,8 @@ class Run:
             "processes": [{**asdict(one), "roles": [role.value for role in one.roles]} for one in self.processes],
             "hooks": [
                 {
-                    "hook": result.hook.name,
-                    "role": result.hook.role.value,
+                    "hook": result.hook,
+                    "role": result.role.value,
                     "expected": result.at_least > 0,
                     "reason": result.reason or None,
                     "fired": result.fired,
@@ -265,21 +263,11 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     if ended.failure:
         return run
     (saw,) = ended.results()
-    hooks = [_counted(expected, run.processes) for expected in expectations(manifest, disabled, saw)]
+    hooks = expectations(manifest, disabled, saw, run.processes)
     run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, saw))
     if not has_error(check_run(run)):
         shutil.rmtree(directory)
     return run
-
-
-def _counted(expectation: Expectation, processes: list[ProcessReport]) -> Expectation:
-    hook = expectation.hook
-    fired = {
-        p.pid: min((p.counts[counter] for counter in hook.counters), default=1) if expectation.at_least else 0
-        for p in processes
-        if hook.role in p.roles
-    }
-    return replace(expectation, fired=fired)
 
 
 def check_run(run: Run) -> list[Finding]:
@@ -323,13 +311,12 @@ def _unhooked(runners: list[str]) -> Finding:
 
 
 def _missing(run: Run, result: Expectation) -> Finding:
-    hook, least = result.hook, result.at_least
     if not result.fired:
-        what = f"no {hook.role.value} process called {hook.name}"
+        what = f"no {result.role.value} process called {result.hook}"
     else:
         places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
-        times = f"{min(result.fired.values())} of at least {least} times"
-        what = f"{', '.join(places)}: {hook.name} fired {times}"
+        times = f"{min(result.fired.values())} of at least {result.at_least} times"
+        what = f"{', '.join(places)}: {result.hook} fired {times}"
     log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.ended.log}"
     return Finding(CHECK, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
 

@@ -17,6 +17,7 @@ from ucm.doctor.run import (
     OUTPUT,
     V1_RUNNER,
     V2_RUNNER,
+    counters_of,
     expectations,
     unhooked_runners,
 )
@@ -81,7 +82,7 @@ def unexpected(told: dict[str, Any], modules: dict[str, Any] = ALL, **environ: s
     """Return the hooks that need not fire, with the reasons."""
     with patch.dict(os.environ, environ):
         found = expectations(manifest(modules), disabled_groups(NEEDS), told)
-    return {e.hook.name: e.reason for e in found if not e.at_least}
+    return {e.hook: e.reason for e in found if not e.at_least}
 
 
 V2_OFF = dict.fromkeys((*V2, "v2_append_block_ids"), "the V1 model runner ran")
@@ -93,11 +94,11 @@ V1_OFF = dict.fromkeys(V1, "the V2 model runner ran")
 
 
 def test_it_knows_every_hook_of_the_seam() -> None:
-    assert {hook.name for hook in HOOKS} - {FIELDS} == set(hooks.__all__)
+    assert set(HOOKS) - {FIELDS} == set(hooks.__all__)
 
 
 def test_it_reads_what_the_probe_counts() -> None:
-    assert {counter for hook in HOOKS for counter in hook.counters} == {*probe.HOOKS, probe.METADATA_RECEIVED}
+    assert {counter for hook in HOOKS for counter in counters_of(hook)} == {*probe.HOOKS, probe.METADATA_RECEIVED}
 
 
 def test_the_v1_runner_on_a_cpu() -> None:
@@ -132,11 +133,11 @@ def test_a_backend_that_writes_inside_its_attention() -> None:
 @pytest.mark.parametrize(("preemptions", "at_least"), [(0, 0), (3, 3), (None, 1)])
 def test_preemption(preemptions: int | None, at_least: int) -> None:
     found = expectations(manifest(ALL), {}, saw(preemptions=preemptions))
-    assert {e.hook.name: e.at_least for e in found}["request_preempted"] == at_least
+    assert {e.hook: e.at_least for e in found}["request_preempted"] == at_least
 
 
 def test_every_request_counts() -> None:
-    found = {e.hook.name: e.at_least for e in expectations(manifest(ALL), {}, V1_CPU)}
+    found = {e.hook: e.at_least for e in expectations(manifest(ALL), {}, V1_CPU)}
     assert (found["request_added"], found["request_freed"], found["worker_init"]) == (7, 7, 1)
 
 
@@ -155,7 +156,7 @@ def test_a_group_that_is_off() -> None:
 
 def test_everything_hangs_on_the_worker() -> None:
     found = unexpected(V1_CPU, UCM_DISABLE_WORKER_PATCH="1")
-    assert set(found) == {hook.name for hook in HOOKS} - {
+    assert set(found) == set(HOOKS) - {
         *SCHEDULER,
         "before_allocation",
         "block_hash_function",
@@ -167,7 +168,7 @@ def test_everything_hangs_on_the_worker() -> None:
 
 def test_hooks_that_the_overlay_was_built_without() -> None:
     smaller = replace(manifest({}), hooks="default", left_out=("ffn_begin",))
-    found = {e.hook.name: e for e in expectations(smaller, {}, V1_CPU)}
+    found = {e.hook: e for e in expectations(smaller, {}, V1_CPU)}
     assert found["ffn_begin"].at_least == 0
     assert found["ffn_begin"].reason == (
         "the overlay was built without it; one that has it: `nox -s build-overlay -- 0.32.0 --hooks all`"
