@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.commands.store.places import opened_server
 from ucm.config.document import FILE_KEY
 from ucm.config.load import check_connector_config
-from ucm.config.settings import DRAM, POSIX
+from ucm.config.settings import DRAM, ONLY_WITH, POSIX
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.config import OURS
@@ -57,11 +57,7 @@ class ProofStore:
         """Return a ``store`` section with one tier of the pipeline alone."""
         section = dict(self.extra["store"])
         tiers = {name: options for name, options in section.get("tiers", {}).items() if name == tier}
-        kept = {
-            name: value
-            for name, value in section.items()
-            if (name not in _ONLY_POSIX or tier in POSIX) and (not name.startswith("dram_") or tier in DRAM)
-        }
+        kept = {name: value for name, value in section.items() if tier in ONLY_WITH.get(name, {tier})}
         return {**kept, "pipeline": tier, **({"tiers": tiers} if tiers else {})}
 
     def remove(self, tags: Iterable[str]) -> list[str]:
@@ -90,9 +86,6 @@ class ProofStore:
             except StoreError as error:
                 left.append(f"blocks of this run may be left on {name}: {error}")
         return left
-
-
-_ONLY_POSIX = frozenset({"directories", "posix_capacity", "fsync", "direct_io"})
 
 
 def proof_store(file: Path | None, directory: Path) -> ProofStore:
