@@ -15,7 +15,7 @@ from ucm.background import Later, call_later, wait_for_all
 from ucm.clock import SYSTEM
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
 from ucm.config.problems import NO_VALUE, Place, RefusedValueError, found_or_problems, unknown, wrong
-from ucm.config.settings import DRAM, POSIX, ConnectorConfig, StoreSettings, format_size
+from ucm.config.settings import DRAM, LOCAL, POSIX, ConnectorConfig, StoreSettings, format_size
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=BaseModel)
 
-#: Our back ends without options of their own.
-_WITHOUT_OPTIONS = POSIX | DRAM | {"Empty"}
 #: The problem and the remedy for each kind of error, with placeholders for the error's values.
 _WORDS = {
     "bool_type": ("neither true nor false", "write true or false"),
@@ -179,7 +177,7 @@ class _Check:
     def _tier_options(self, store: StoreSettings) -> None:
         """Check the options of the tiers that have options, and for an engine what they need; note the problems."""
         for name in pipeline_parts(store.pipeline):
-            if name not in store.tiers and (name in _WITHOUT_OPTIONS or name not in OURS):
+            if name not in store.tiers and (name in LOCAL or name not in OURS):
                 continue  # saves its import
             from ucm.store.factory import back_end_class, is_tier  # noqa: PLC0415 - most configurations need none of it
 

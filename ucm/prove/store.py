@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.commands.store.places import opened_server
 from ucm.config.document import FILE_KEY
 from ucm.config.load import check_connector_config
-from ucm.config.settings import DRAM, ONLY_WITH, POSIX
+from ucm.config.settings import DRAM, LOCAL, ONLY_WITH, POSIX
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.config import OURS
@@ -124,7 +124,7 @@ def proof_store(file: Path | None, directory: Path) -> ProofStore:
         places.append(own_memory)
     else:
         section.pop("dram_directory", None)
-    if not store.parts <= POSIX | DRAM | {"Empty"}:
+    if not store.parts <= LOCAL:
         given["weights_id"] = name
         notes.append("blocks on servers and in stores of others are named by weights_id, apart from those of engines")
     extra = {**given, "store": section, "metrics": True}

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ucm.commands.options import answer, many, table
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, ago, blocks_and_bytes, iso, progress
-from ucm.config.settings import format_size
+from ucm.config.settings import LOCAL, format_size
 from ucm.errors import ConfigError
 from ucm.salts import NO_SALT, tag_name
 from ucm.store.base import StoreError
 from ucm.store.factory import ask_tier
 from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 
-#: The tiers that are directories.
-_DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
 #: How many salts are listed; a program gets all.
 _MOST_SALTS = 10
 
@@ -57,7 +55,7 @@ def _ask_servers(places: Places, *, every: bool) -> list[dict[str, Any]]:
     """Return whether the tiers on servers answer, and the contents of our own tiers."""
     found = []
     for name in places.config.parts if every else places.servers:
-        if name in _DIRECTORY_TIERS:
+        if name in LOCAL:
             continue
         one: dict[str, Any] = {"tier": name, "answers": False, "said": "", "namespaces": []}
         found.append(one)
