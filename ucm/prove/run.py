@@ -333,26 +333,25 @@ class _Prover:
     ) -> Row:
         plain, run = self.runs["plain"], self.runs.get(engine, EngineRun())
         known = [plain.phases[one] for one in references if one in plain.phases]
-        if phase not in run.phases:
+        found, alone, reason = run.phases.get(phase), not phase.startswith("crowd"), ""
+        if found is None:
             reason = run.reason or (plain.reason and f"the engine without UCM: {plain.reason}")
             return Row(name, Verdict.NOT_JUDGED, reason=reason or self.runs["first"].reason)
         if not known:
-            return Row(
-                name, Verdict.NOT_JUDGED, reason=f"the engine without UCM: {plain.reason}", phase=run.phases[phase]
-            )
-        if engine == SPARSE and (reason := _not_full(run)):
-            return Row(name, Verdict.NOT_JUDGED, reason=reason, phase=run.phases[phase])
-        alone = not phase.startswith("crowd")
-        own = None if alone else max(one.cached for one in known)
-        if must_hit and not _has_loaded(run.phases[phase], own):
-            return Row(name, Verdict.NOT_JUDGED, reason="nothing was loaded from the store", phase=run.phases[phase])
+            reason = f"the engine without UCM: {plain.reason}"
+        elif engine == SPARSE:
+            reason = _not_full(run)
+        elif must_hit and not _has_loaded(found, None if alone else max(one.cached for one in known)):
+            reason = "nothing was loaded from the store"
+        if reason:
+            return Row(name, Verdict.NOT_JUDGED, reason=reason, phase=found)
         exact = alone and run.way == plain.way and engine != SPARSE
         if alone and run.way != plain.way and engine != SPARSE:
             self._notes.append(
                 "the engines with UCM compute in another way than the one without it (see what ran), so that requests "
                 "one at a time were judged like batches"
             )
-        return judge(name, run.phases[phase], known, noise, exact=exact)
+        return judge(name, found, known, noise, exact=exact)
 
     def _note_conditions(self, rows: Sequence[Row]) -> None:
         """Note which of the conditions that a proof wants to force did not occur."""
