@@ -15,7 +15,6 @@ from ucm.doctor import config_checks, environment, overlay_checks
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.run import CHECK, check_run, run_engine
 from ucm.errors import UcmError
-from ucm.overlay.switches import disabled_groups
 
 if TYPE_CHECKING:
     import argparse
@@ -121,13 +120,8 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     vllm, overlays = environment.find_vllm(), overlay_checks.find_overlays()
     overlay = overlays[0] if overlays else None
     manifest = overlay.manifest if overlay else None
-    disabled = disabled_groups(manifest.needs) if manifest else {}
     active = hooks.position is not None
-    states = (
-        overlay_checks.states_of(manifest, vllm.directory if vllm else None, disabled, active=active)
-        if manifest
-        else []
-    )
+    states = overlay_checks.states_of(manifest, vllm.directory if vllm else None, active=active) if manifest else []
     settings = config_checks.check_config(config) if config is not None else []
     of_model, text = config_checks.check_model(model) if model is not None else (None, None)
     if config is not None and config_checks.asks_for_sparse_attention(settings) and not has_error(settings):
@@ -141,13 +135,13 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
         of_overlay,
     ]
     if overlay is not None:
-        claimed = overlay_checks.claimed_modules(manifest, disabled, vllm)
+        claimed = overlay_checks.claimed_modules(manifest, vllm)
         in_place = environment.check_import_hook(hooks, overlay.directory, early, claimed)
         findings += [environment.check_start_up_file(overlay.directory, hooks), in_place]
     findings += [*overlay_checks.check_further_overlays(), environment.check_others(hooks, files)]
     if manifest is not None and vllm is not None and active:
         findings += overlay_checks.check_modules(states, manifest, vllm)
-    findings.append(environment.check_switches(on, manifest.needs if manifest else {}, disabled))
+    findings.append(environment.check_switches(on, manifest))
     if overlay is not None:
         findings.append(environment.check_plugins())
     # Without an overlay the connectors run, even where a sparse method needs one.
@@ -348,7 +342,7 @@ def _run(report: Report, options: argparse.Namespace) -> Report:
         skipped = Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")
         return report.with_findings([skipped])
     say_aside(f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …")
-    run = run_engine(model, timeout, manifest, disabled_groups(manifest.needs))
+    run = run_engine(model, timeout, manifest)
     findings = check_run(run)
     if options.config is not None and not has_error(findings):
         from ucm.doctor.run import try_settings  # noqa: PLC0415 - few runs try settings

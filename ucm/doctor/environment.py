@@ -28,7 +28,9 @@ from ucm.overlay.manifest import REINSTALL
 from ucm.overlay.switches import ALL, PLUGINS, is_set, variable_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
+
+    from ucm.overlay.manifest import Manifest
 
 FINGERPRINTS = Path(__file__).parents[1] / "overlay" / "fingerprints.json"
 CHECK, METADATA = "vLLM", "vLLM metadata"
@@ -270,14 +272,14 @@ def switches() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("UCM_DISABLE_") and is_set(name))
 
 
-def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:
+def check_switches(on: list[str], manifest: Manifest | None) -> Finding:
     """Report what is switched off, and what goes off with it."""
     check = "switches"
     if not on:
         return Finding(check, Status.OK, "none is set")
-    known = {ALL, *map(variable_of, groups)}
-    unknown = [name for name in on if groups and name not in known]
-    details = [f"{group} is off: {reason}" for group, reason in disabled.items()]
+    known = {ALL, *map(variable_of, manifest.needs)} if manifest else set(on)
+    unknown = [name for name in on if name not in known]
+    details = [f"{group} is off: {reason}" for group, reason in manifest.disabled.items()] if manifest else []
     details += [f"{name} names no group of this overlay and has no effect" for name in unknown]
     todo = f"to switch {'it' if len(on) == 1 else 'them'} on again: unset {' '.join(on)}"
     if ALL in on:

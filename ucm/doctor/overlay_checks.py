@@ -16,11 +16,9 @@ from ucm.overlay.activation import boots, claims, installed_overlays, overlay_pa
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.finder import how_to_build, how_to_complete, how_to_get, how_to_unite, missing_hooks, sha256_of
 from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.switches import ALL, disabled_groups
+from ucm.overlay.switches import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ucm.doctor.environment import Vllm
 
 OVERLAY, MODULES = "overlay", "modules"
@@ -139,15 +137,12 @@ def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
     return f"in a checkout of the UCM overlay: nox -s build-overlay -- {build}", f"{PIP} install {folder}/*.whl"
 
 
-def states_of(
-    manifest: Manifest, package: Path | None, disabled: Mapping[str, str], *, active: bool
-) -> list[ModuleState]:
+def states_of(manifest: Manifest, package: Path | None, *, active: bool) -> list[ModuleState]:
     """Return each shadowed module's state.
 
     Args:
         manifest: The overlay's manifest.
         package: The directory of the shadowed package; None if it is not installed.
-        disabled: The groups that are off, with the reasons.
         active: Whether the finder is in place.
     """
     found = []
@@ -155,7 +150,7 @@ def states_of(
         origin = _origin(module, package)
         upstream = _compared(origin, module.upstream_sha256)
         rewritten = _compared(manifest.file(module), module.rewritten_sha256)
-        reason = disabled.get(module.group)
+        reason = manifest.disabled.get(module.group)
         if not active or reason is not None or origin is None:
             loads = origin
         else:
@@ -164,12 +159,12 @@ def states_of(
     return found
 
 
-def claimed_modules(manifest: Manifest | None, disabled: Mapping[str, str], vllm: Vllm | None) -> list[tuple[str, str]]:
+def claimed_modules(manifest: Manifest | None, vllm: Vllm | None) -> list[tuple[str, str]]:
     """Return the shadowed modules that an earlier finder would load from elsewhere, each with a description."""
     boot = next((boot for boot in boots() if manifest and Path(boot.DIRECTORY) == manifest.directory), None)
     if boot is None or manifest is None or vllm is None:
         return []
-    return list(claims(boot.FINDER, manifest, disabled, vllm.directory.parent))
+    return list(claims(boot.FINDER, manifest, vllm.directory.parent))
 
 
 def _origin(module: ShadowedModule, package: Path | None) -> Path | None:
@@ -252,9 +247,8 @@ def check_further_overlays() -> list[Finding]:
     findings = [_check_further(manifest) for manifest in manifests if manifest.directory.name != OVERLAY_PACKAGE]
     shadowed: dict[str, list[Manifest]] = {}
     for manifest in manifests:
-        disabled = disabled_groups(manifest.needs)
         for module in manifest.modules.values():
-            if module.group not in disabled:
+            if module.group not in manifest.disabled:
                 shadowed.setdefault(module.name, []).append(manifest)
     shared = {name: by for name, by in shadowed.items() if len(by) > 1}
     if shared:
@@ -275,7 +269,7 @@ def _check_further(manifest: Manifest) -> Finding:
         what = f"{name} {manifest.version} is installed, but {package} is not"
         return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))
     active = any(Path(boot.DIRECTORY) == manifest.directory for boot in boots())
-    states = states_of(manifest, Path(spec.origin).parent, disabled_groups(manifest.needs), active=active)
+    states = states_of(manifest, Path(spec.origin).parent, active=active)
     on = [state for state in states if state.disabled is None]
     wrong = [state for state in on if state.loads != manifest.file(state.module)]
     if wrong:

@@ -112,12 +112,12 @@ class Expectation:
 
 
 def expectations(
-    manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any], processes: Sequence[ProcessReport] = ()
+    manifest: Manifest, saw: Mapping[str, Any], processes: Sequence[ProcessReport] = ()
 ) -> list[Expectation]:
     """Return, for every hook of the seam, whether it must have fired, from what the engine reported, and how often."""
     found = []
     for hook, role in HOOKS.items():
-        least, reason = _expected(hook, manifest, disabled, saw)
+        least, reason = _expected(hook, manifest, saw)
         fired = {
             p.pid: min((p.counts[counter] for counter in counters_of(hook)), default=1) if least else 0
             for p in processes
@@ -147,8 +147,9 @@ def unhooked_runners(manifest: Manifest, saw: Mapping[str, Any]) -> list[str]:
     return [] if hooked & runners else sorted(name for name in runners if name.endswith("model_runner"))
 
 
-def _expected(hook: str, manifest: Manifest, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> tuple[int, str]:
+def _expected(hook: str, manifest: Manifest, saw: Mapping[str, Any]) -> tuple[int, str]:
     """Return how often a hook must fire, and why it need not."""
+    disabled = manifest.disabled
     modules = [m for m in manifest.modules.values() if hook in m.hooks or (hook, m.name) == (FIELDS, OUTPUT)]
     if hook in manifest.left_out:
         build = manifest.command("build-overlay", f"{manifest.named or manifest.release} --hooks all")
@@ -244,14 +245,13 @@ class Run:
         }
 
 
-def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled: Mapping[str, str]) -> Run:
+def run_engine(model: Path | None, timeout: float, manifest: Manifest) -> Run:
     """Run the engine once.
 
     Args:
         model: A model's directory; None creates a tiny random model.
         timeout: Seconds after which the whole run is stopped.
         manifest: The overlay's manifest.
-        disabled: The groups that are off, with the reasons.
     """
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
     reports = directory / "reports"
@@ -263,7 +263,7 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     if ended.failure:
         return run
     (saw,) = ended.results()
-    hooks = expectations(manifest, disabled, saw, run.processes)
+    hooks = expectations(manifest, saw, run.processes)
     run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, saw))
     if not has_error(check_run(run)):
         shutil.rmtree(directory)

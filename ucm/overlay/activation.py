@@ -142,7 +142,7 @@ def _check_in_place(finder: Any, directory: str) -> None:
                 DISABLE,
             ],
         )
-    claimed = sorted(claims(finder, state(directory).manifest, state(directory).disabled))
+    claimed = sorted(claims(finder, state(directory).manifest))
     if claimed:
         raise InactiveOverlayError(
             "a finder in front of its own would load modules that it shadows from elsewhere",
@@ -169,15 +169,12 @@ def foreign_modules(directory: str) -> Iterator[tuple[str, str]]:
             yield name, f"{origin}, by another loader, {name_of(getattr(spec, 'loader', None))}"
 
 
-def claims(
-    finder: Any, manifest: Manifest, disabled: Iterable[str], root: Path | None = None
-) -> Iterator[tuple[str, str]]:
+def claims(finder: Any, manifest: Manifest, root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield the shadowed modules that are not loaded yet and that an earlier finder would load from elsewhere.
 
     Args:
         finder: The overlay's finder.
         manifest: The overlay's manifest.
-        disabled: The groups that are off.
         root: The directory that contains the package vllm. Without it, only modules whose package is loaded are
             checked, because a finder may import a module's parent packages to find it.
     """
@@ -185,7 +182,7 @@ def claims(
     for name, module in manifest.modules.items():
         package = sys.modules.get(name.rpartition(".")[0])
         path = getattr(package, "__path__", None) if root is None else [str((root / module.path).parent)]
-        if name in sys.modules or path is None or module.group in set(disabled):
+        if name in sys.modules or path is None or module.group in manifest.disabled:
             continue
         for other in ahead:
             found = _claim(other, name, path)

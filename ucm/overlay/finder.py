@@ -22,7 +22,7 @@ from ucm.logger import get_logger
 from ucm.overlay.errors import SeamMismatchError, SharedModuleError, TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
-from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
+from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -43,7 +43,7 @@ class State:
     def __init__(self, directory: Path) -> None:
         self.manifest = read_manifest(directory)
         check_seam(self.manifest)
-        self.disabled = disabled_groups(self.manifest.needs)
+        self.disabled = self.manifest.disabled
         self.verbose = is_set(VERBOSE)
         for group, reason in self.disabled.items():
             get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucm.errors import PIP
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.switches import RUN_UPSTREAM
+from ucm.overlay.switches import RUN_UPSTREAM, disabled_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,6 +91,11 @@ class Manifest:
     built_by: str = "nox"
     publisher: str = "UCM"
     url: str = ""
+
+    @cached_property
+    def disabled(self) -> dict[str, str]:
+        """The groups that are off in this process, each with the reason."""
+        return disabled_groups(self.needs)
 
     def command(self, name: str, arguments: str) -> str:
         """Return the command of those who built it, for a hint."""

@@ -23,7 +23,6 @@ from ucm.doctor.run import (
 )
 from ucm.integration.vllm import hooks
 from ucm.overlay.manifest import Manifest, ShadowedModule
-from ucm.overlay.switches import disabled_groups
 from ucm.sparse import probe
 
 PLAIN = {"mla": False, "backend": "A", "separate_kv_write": True}
@@ -81,7 +80,7 @@ def manifest(modules: dict[str, Any]) -> Manifest:
 def unexpected(told: dict[str, Any], modules: dict[str, Any] = ALL, **environ: str) -> dict[str, str]:
     """Return the hooks that need not fire, with the reasons."""
     with patch.dict(os.environ, environ):
-        found = expectations(manifest(modules), disabled_groups(NEEDS), told)
+        found = expectations(manifest(modules), told)
     return {e.hook: e.reason for e in found if not e.at_least}
 
 
@@ -132,12 +131,12 @@ def test_a_backend_that_writes_inside_its_attention() -> None:
 
 @pytest.mark.parametrize(("preemptions", "at_least"), [(0, 0), (3, 3), (None, 1)])
 def test_preemption(preemptions: int | None, at_least: int) -> None:
-    found = expectations(manifest(ALL), {}, saw(preemptions=preemptions))
+    found = expectations(manifest(ALL), saw(preemptions=preemptions))
     assert {e.hook: e.at_least for e in found}["request_preempted"] == at_least
 
 
 def test_every_request_counts() -> None:
-    found = {e.hook: e.at_least for e in expectations(manifest(ALL), {}, V1_CPU)}
+    found = {e.hook: e.at_least for e in expectations(manifest(ALL), V1_CPU)}
     assert (found["request_added"], found["request_freed"], found["worker_init"]) == (7, 7, 1)
 
 
@@ -168,7 +167,7 @@ def test_everything_hangs_on_the_worker() -> None:
 
 def test_hooks_that_the_overlay_was_built_without() -> None:
     smaller = replace(manifest({}), hooks="default", left_out=("ffn_begin",))
-    found = {e.hook: e for e in expectations(smaller, {}, V1_CPU)}
+    found = {e.hook: e for e in expectations(smaller, V1_CPU)}
     assert found["ffn_begin"].at_least == 0
     assert found["ffn_begin"].reason == (
         "the overlay was built without it; one that has it: `nox -s build-overlay -- 0.32.0 --hooks all`"
