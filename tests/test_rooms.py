@@ -44,7 +44,7 @@ OPTIONAL = {
     "ucm/store/remote/redis_client.py": {"redis"},
     "ucm/store/remote/s3_client.py": {"obstore"},
     "ucm/sparse/topk/kernels.py": {"triton"},
-    **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "conformance_saving", "sparse")},
+    **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "sparse")},
 }
 #: Modules that only vLLM imports, by the name in its settings.
 LOADED_BY_VLLM = {f"ucm/integration/vllm/{name}_connector.py" for name in ("blend", "ucm")}

@@ -40,7 +40,7 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "ucm/store/memory/dram.py": ({"time.time_ns"}, "compares the time of day with a directory's"),
     "ucm/store/posix/files.py": ({"time.time_ns"}, _NAME),
     "ucm/store/posix/layout.py": ({"time.time_ns"}, _NAME),
-    "ucm/commands/store/move.py": ({"concurrent.futures.ThreadPoolExecutor"}, "a command copies blocks in parallel"),
+    "ucm/commands/store/prompt.py": ({"concurrent.futures.ThreadPoolExecutor"}, "a command copies blocks in parallel"),
     "ucm/commands/store/verify.py": ({"concurrent.futures.ThreadPoolExecutor"}, "a command reads blocks in parallel"),
     "ucm/doctor/engine_run.py": ({"time.sleep"}, "runs in a process of its own, beside a real engine"),
     "ucm/engine_process.py": ({"time.sleep"}, "lets the files of a model grow older than the engine that starts next"),

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +30,12 @@ from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
 from ucm.hashing.request_content import RequestContent
 from ucm.integration.vllm.connector.kv_cache import longest_hit
-from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
+from ucm.integration.vllm.weightless import EngineFacts, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.factory import open_store, remove_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.request_hasher import RequestHasher
@@ -69,25 +67,6 @@ class Found:
     def hit_rate(self) -> float:
         """The share of the prompt's tokens that were found, 0 to 1."""
         return self.found_tokens / self.tokens if self.tokens else 0.0
-
-
-@dataclass(frozen=True)
-class FoundBlocks:
-    """Where the blocks of a prompt are stored, of one KV-cache group.
-
-    Args:
-        stored: The group.
-        keys: The whole blocks of the prompt, in order.
-        tiers: For each tier of the pipeline whether it has each block, of all ranks.
-        present: Whether each block is stored, of all ranks, in any tier.
-        silent: The tiers that did not answer, with the causes; they have nothing.
-    """
-
-    stored: StoredGroup
-    keys: tuple[BlockKey, ...]
-    tiers: Mapping[str, Sequence[bool]]
-    present: Sequence[bool]
-    silent: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -136,65 +115,22 @@ def open_connector(
         ConfigError: A setting is wrong.
         UcmError: There is no such model, or vLLM is not installed or refuses it.
     """
-    return DebugConnector(*describe(config, model, engine_args))
+    settings, facts = describe(config, model, engine_args)
+    if any(len(stored.ranks) > 1 or stored.group.slices for stored in facts.stored):
+        raise UcmError(
+            "it has several ranks, or stores slices of KV heads, and only whole blocks of one rank can be tried",
+            where="tensor_parallel_size, or kv_head_shards",
+            fix="leave them out: the store of each rank, or slice, works alike",
+        )
+    return DebugConnector(settings, facts)
 
 
 def describe(
-    config: str | Path | Mapping[str, Any],
-    model: str | Path,
-    engine_args: Mapping[str, Any] | None = None,
-    *,
-    of_all_ranks: bool = False,
+    config: str | Path | Mapping[str, Any], model: str | Path, engine_args: Mapping[str, Any] | None = None
 ) -> tuple[ConnectorConfig, EngineFacts]:
-    """Return the settings of an engine, and what it would name and store; see ``open_connector``.
-
-    With ``of_all_ranks``, the engine may have several ranks.
-    """
+    """Return the settings of an engine, of any number of ranks, and what it would name and store."""
     extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
-    settings = load_connector_config(extra)
-    if settings.kv_head_shards and not of_all_ranks:
-        raise UcmError(
-            "this engine stores blocks in slices of KV heads, and only whole blocks can be tried",
-            where=f"kv_head_shards = {settings.kv_head_shards}",
-            fix="leave it out: each slice's store works alike",
-        )
-    return settings, describe_engine(Path(model), extra, engine_args, of_all_ranks=of_all_ranks)
-
-
-def find_blocks(
-    settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequence[int], salt: str = ""
-) -> list[FoundBlocks]:
-    """Look up every block of a prompt in every tier; nothing is loaded.
-
-    Args:
-        settings: The engine's settings.
-        facts: The namespace and geometry that the engine would use.
-        token_ids: The prompt.
-        salt: The ``cache_salt`` of its requests; empty for none.
-
-    Returns:
-        One entry for each KV-cache group.
-
-    Raises:
-        ConfigError: A tier cannot be opened.
-        UcmError: The engine would not cache this prompt.
-    """
-    config, found = settings.store.as_store_config(), []
-    for stored in facts.stored:
-        keys = block_keys(facts, token_ids, stored.group.chunk_tokens, salt)
-        there: Any = np.zeros((len(config.parts), len(stored.ranks), len(keys)), np.bool_)
-        silent = {}
-        for tier, name in enumerate(config.parts):
-            options = {name: config.tiers[name]} if name in config.tiers else {}
-            for rank, namespace in enumerate(stored.ranks):
-                with open_store(replace(config, pipeline=name, tiers=options), namespace, None) as store:
-                    there[tier, rank] = store.lookup(keys)
-                    failures = [cause for stats in store.stats().values() for cause in stats.failures]
-                if failures:
-                    silent[name] = ", ".join(failures)
-        tiers = dict(zip(config.parts, there.all(axis=1).tolist(), strict=True))
-        found.append(FoundBlocks(stored, tuple(keys), tiers, there.any(axis=0).all(axis=0).tolist(), silent))
-    return found
+    return load_connector_config(extra), describe_engine(Path(model), extra, engine_args)
 
 
 def hit_length(
@@ -227,7 +163,7 @@ def block_keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int, sa
         raise UcmError(f"an engine would not cache this prompt: {error}") from error
 
 
-class DebugConnector:
+class DebugConnector(AbstractContextManager["DebugConnector"]):
     """The stores of an engine, opened by ``open_connector``.
 
     Args:
@@ -308,12 +244,7 @@ class DebugConnector:
         """Close the stores."""
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _trip(self, index: int, geometry: BlockGeometry, blocks: int, loads: int) -> RoundTrip:

@@ -65,11 +65,12 @@ class WorkerFacts:
         """
         worker: Any = self
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        kinds = [_attention(layer) for layer in layers if _backend(layer) is not None]
         return {
             "pid": os.getpid(),
             "runner": _modules_of([worker.model_runner]),
             "model": _modules_of(worker.get_model().modules()),
-            "attention": _distinct([_attention(layer) for layer in layers if _backend(layer) is not None]),
+            "attention": list({str(kind): kind for kind in kinds}.values()),
             "groups": _groups(worker),
             "graphs": _graphs(worker.vllm_config),
             "device": _device_name(),
@@ -144,7 +145,3 @@ def _device_name() -> str:
         model = next(line for line in lines if line.startswith(("model name", "Model name"))).partition(":")[2].strip()
         return f"CPU, {os.cpu_count()} threads of {model}"
     return f"CPU, {os.cpu_count()} threads"
-
-
-def _distinct(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +52,8 @@ def described(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     about: dict[str, Any] = {"facts": facts()}
 
     def describe_engine(
-        model: Path,
-        extra_config: Mapping[str, Any],
-        engine_args: Mapping[str, Any] | None = None,
-        *,
-        of_all_ranks: bool = False,
+        model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any] | None = None
     ) -> EngineFacts:
-        about["of_all_ranks"] = of_all_ranks
         about["asked"] = model, extra_config, engine_args
         found: EngineFacts = about["facts"]
         return found
@@ -274,12 +270,18 @@ def test_wrong_settings_or_a_wrong_model_are_one_error(
         open_connector({"store": {}}, tmp_path)
 
 
-def test_slices_of_heads_are_looked_up_but_not_tried(described: dict[str, Any], root: Path, tmp_path: Path) -> None:
-    described["facts"] = facts()
-    config = {"store": {"directories": str(root)}, "kv_head_shards": 2}
-    with pytest.raises(UcmError, match="only whole blocks can be tried"):
+@pytest.mark.parametrize("slices", [0, 2])
+def test_ranks_and_slices_of_heads_are_looked_up_but_not_tried(
+    described: dict[str, Any], root: Path, tmp_path: Path, slices: int
+) -> None:
+    (stored,) = facts().stored
+    ranks = (f"{NAMESPACE}/g0-0", f"{NAMESPACE}/g0-1")
+    of_two = replace(stored, group=replace(stored.group, slices=slices), ranks=ranks)
+    described["facts"] = replace(facts(), stored=(of_two,))
+    config = {"store": {"directories": str(root)}}
+    with pytest.raises(UcmError, match="only whole blocks of one rank can be tried"):
         open_connector(config, tmp_path)
-    assert describe(config, tmp_path, of_all_ranks=True)[1] is described["facts"]
+    assert describe(config, tmp_path)[1] is described["facts"]
 
 
 def test_without_vllm_it_says_so(file: Path, tmp_path: Path) -> None:

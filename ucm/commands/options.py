@@ -15,7 +15,7 @@ from ucm.errors import UcmError
 from ucm.logger import LEVEL_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
@@ -34,16 +34,6 @@ def add_engine_args(parser: argparse.ArgumentParser, example: str, more: str = "
     """Add the option ``--engine-args``, whose help gives an example."""
     help_ = f"the engine's other arguments, for instance '{example}'{more}"
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help=help_)
-
-
-def refuse_own(given: Mapping[str, Any], own: Collection[str], who: str) -> None:
-    """Refuse engine arguments that a command sets itself.
-
-    Raises:
-        UcmError: There is one.
-    """
-    if taken := sorted(set(own) & given.keys()):
-        raise UcmError(f"{who} sets {', '.join(taken)} itself", where="--engine-args", fix="leave it out")
 
 
 def positive(text: str) -> float:
@@ -134,9 +124,9 @@ def say(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-def say_json(data: Any) -> None:
-    """Write a result for a program; its paths may be in any encoding."""
-    say([json.dumps(data, indent=1)])
+def answer(options: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
+    """Write a result: with ``--json`` for a program, whose paths may be in any encoding, else the lines."""
+    say([json.dumps(data, indent=1)] if options.json else lines)
 
 
 def say_aside(line: str) -> None:

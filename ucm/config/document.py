@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ucm.config.problems import Place
+from ucm.config.problems import Place, wrong
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,16 +71,14 @@ def read_document(extra_config: Mapping[str, Any]) -> Document:
     file = _file(extra_config[FILE_KEY])
     settings = read_yaml(file)
     if FILE_KEY in settings:
-        raise ConfigError(
-            "a configuration file cannot name another", where=str(Place(str(file), FILE_KEY)), fix="remove that line"
-        )
+        raise wrong(Place(str(file), FILE_KEY), "a configuration file cannot name another", "remove that line")
     return Document(settings | inline, file, frozenset(inline), frozenset(inline.keys() & settings.keys()))
 
 
 def _file(value: object) -> Path:
     place = Place(INLINE, FILE_KEY)
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError("not the path of a file", where=f"{place} = {value!r}", fix="name a YAML file")
+        raise wrong(place, "not the path of a file", "name a YAML file", value)
     path = expand(os.fspath(value), place)
     return path if path.is_absolute() else Path.cwd() / path
 
@@ -92,21 +90,20 @@ def expand(text: str | bytes, place: Place) -> Path:
         ConfigError: If the path is empty, contains a null character, or is several paths or a URL; if a variable is not
             set or empty; or if there is no such home directory.
     """
-    written, where = os.fsdecode(text), f"{place} = {text!r}"
-    problem = path_problem(written)
-    if problem is not None:
-        raise ConfigError(problem[0], where=where, fix=problem[1])
+    written = os.fsdecode(text)
+    if problem := path_problem(written):
+        raise wrong(place, *problem, text)
     for found in _VARIABLE.finditer(written):
         name = found[1].strip("{}")
         if not os.environ.get(name, "").strip():
             how = "empty" if name in os.environ else "not set"
             fix = f"set {name} in the environment of vLLM, or write the path out"
-            raise ConfigError(f"the environment variable {name} is {how}", where=where, fix=fix)
+            raise wrong(place, f"the environment variable {name} is {how}", fix, text)
     expanded = os.path.expandvars(written)
     if expanded.startswith("~"):
         expanded = os.path.expanduser(expanded) if os.environ.get("HOME", "/").startswith("/") else expanded  # noqa: PTH111 - it keeps what it does not know
         if expanded.startswith("~"):
-            raise ConfigError("there is no such home directory", where=where, fix="write the path out")
+            raise wrong(place, "there is no such home directory", "write the path out", text)
     return Path(expanded)
 
 
@@ -150,39 +147,31 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: If the file cannot be read, is not YAML, or is not a mapping whose keys are names.
     """
-    where = str(Place(str(path)))
+    place = Place(str(path))
     try:
         with path.open("rb") as opened:
             content = opened.read(_MOST_BYTES + 1)
         text = content.decode()
     except FileNotFoundError as error:
-        what = "the configuration file does not exist"
-        raise ConfigError(what, where=where, fix="correct the path, or write the file") from error
+        raise wrong(place, "the configuration file does not exist", "correct the path, or write the file") from error
     except OSError as error:
         what = f"the configuration file cannot be read: {error.strerror or error}"
-        raise ConfigError(what, where=where, fix="correct the path, or make the file readable") from error
+        raise wrong(place, what, "correct the path, or make the file readable") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the configuration file is not UTF-8: {error}", where=where, fix="save it as UTF-8"
-        ) from error
+        raise wrong(place, f"the configuration file is not UTF-8: {error}", "save it as UTF-8") from error
     if len(content) > _MOST_BYTES:
-        raise ConfigError(
-            f"the file has more than {_MOST_BYTES} bytes", where=where, fix="name a YAML file of settings"
-        )
-    found = _load(text, where)
+        raise wrong(place, f"the file has more than {_MOST_BYTES} bytes", "name a YAML file of settings")
+    found = _load(text, place)
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(
-            f"the file holds {type(found).__name__ if not isinstance(found, dict) else 'keys that are not names'}, "
-            "where 'name: value' lines are expected",
-            where=where,
-            fix="see docs/configuration.md for an example",
-        )
+        holds = type(found).__name__ if not isinstance(found, dict) else "keys that are not names"
+        what = f"the file holds {holds}, where 'name: value' lines are expected"
+        raise wrong(place, what, "see docs/configuration.md for an example")
     return found
 
 
-def _load(text: str, where: str) -> Any:
+def _load(text: str, place: Place) -> Any:
     """Return the content of a YAML document; None if it is empty.
 
     Raises:
@@ -196,11 +185,10 @@ def _load(text: str, where: str) -> Any:
         return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        line = f"{place}:{mark.line + 1}:{mark.column + 1}" if mark else str(place)
         fix = "indent with spaces, not with tabs" if "\\t" in str(error.problem) else "correct that line"
         raise ConfigError(f"not YAML: {error.problem}", where=line, fix=fix) from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # the last two: not what its tag says
-        raise ConfigError(f"not YAML: {error}", where=where, fix="correct the file") from error
+        raise wrong(place, f"not YAML: {error}", "correct the file") from error
     except RecursionError:
-        what = "the file is nested too deeply"
-        raise ConfigError(what, where=where, fix="see docs/configuration.md for an example") from None
+        raise wrong(place, "the file is nested too deeply", "see docs/configuration.md for an example") from None

@@ -14,14 +14,8 @@ from pydantic import BaseModel, ValidationError
 from ucm.background import Later, call_later, wait_for_all
 from ucm.clock import SYSTEM
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
-from ucm.config.problems import NO_VALUE, Place, RefusedValueError, raise_for, unknown, wrong
-from ucm.config.settings import (
-    DRAM,
-    POSIX,
-    ConnectorConfig,
-    StoreSettings,
-    format_size,
-)
+from ucm.config.problems import NO_VALUE, Place, RefusedValueError, found_or_problems, unknown, wrong
+from ucm.config.settings import DRAM, LOCAL, POSIX, ConnectorConfig, StoreSettings, format_size
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
@@ -35,12 +29,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from ucm.clock import Clock
-    from ucm.config.upstream import Translation
 
 Model = TypeVar("Model", bound=BaseModel)
 
-#: Our back ends without options of their own.
-_WITHOUT_OPTIONS = POSIX | DRAM | {"Empty"}
 #: The problem and the remedy for each kind of error, with placeholders for the error's values.
 _WORDS = {
     "bool_type": ("neither true nor false", "write true or false"),
@@ -106,17 +97,12 @@ def check_connector_config(
     Raises:
         ConfigError: With everything that is wrong.
     """
-    document = read_document(extra_config)
-    out = translate(document, ConnectorConfig.model_fields)
-    top = Place(str(document.file or INLINE))
-    store = _store(out, top, make=make, clock=clock)
+    check = _Check(extra_config, make=make, clock=clock)
+    store = check.store()
     # If the store is invalid, an empty one takes its place, so that the problems of the other settings are found, too.
-    settings = {**out.settings, "store": store or StoreSettings(pipeline="Empty")}
-    config = _validated(ConnectorConfig, settings, (), out, top)
-    raise_for(out.problems)
-    if config is None:
-        raise AssertionError("settings are valid, or there is a problem")
-    return config, (*_whence(document), *out.notices)
+    settings = {**check.out.settings, "store": store or StoreSettings(pipeline="Empty")}
+    config = found_or_problems(check.validated(ConnectorConfig, settings), check.out.problems)
+    return config, (*_whence(check.document), *check.out.notices)
 
 
 def read_store_settings(file: Path) -> StoreSettings:
@@ -125,136 +111,180 @@ def read_store_settings(file: Path) -> StoreSettings:
     Raises:
         ConfigError: With everything that is wrong in the file.
     """
-    document = read_document({FILE_KEY: str(file)})
-    out, top = translate(document, ConnectorConfig.model_fields), Place(str(document.file))
-    store = None
-    if "store" in out.settings or not out.problems:
-        store = _validated(StoreSettings, out.settings.get("store", {}), ("store",), out, top)
-    changed: dict[str, Any] = {}
-    if store is not None:
-        _check_tier_options(store, out, top)
-        changed = _expanded_key_file(store, out, top)
-    raise_for(out.problems)
-    if store is None:
-        raise AssertionError("settings are valid, or there is a problem")
-
-    def absolute(name: str, path: str) -> str:
-        return str(Path.cwd() / expand(path, out.origin(("store", name), top)[0]))
-
-    changed["directories"] = tuple(absolute("directories", path) for path in store.directories)
-    changed["dram_directory"] = absolute("dram_directory", store.dram_directory)
-    found: StoreSettings = store.model_copy(update=changed)
-    return found
+    check = _Check({FILE_KEY: str(file)}, make=None)
+    return found_or_problems(check.store(), check.out.problems)
 
 
-def _validated(
-    model: type[Model], settings: Mapping[str, Any], path: tuple[str, ...], out: Translation, top: Place
-) -> Model | None:
-    """Return settings as a model; if they are invalid, note the problems and return None."""
-    try:
-        return model.model_validate(settings)
-    except ValidationError as error:
-        out.problems += [_problem(details, model, path, out, top) for details in error.errors()]
-        return None
+class _Check:
+    """The check of a connector's settings.
 
-
-def _problem(
-    details: ErrorDetails, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
-) -> ConfigError:
-    kind, context = details["type"], details.get("ctx", {})
-    place, value = out.origin((*path, *details["loc"]), top, details["input"])
-    if (*path, *details["loc"])[:2] == ("store", "tiers"):
-        value = NO_VALUE  # it may be a server's password, put there by mistake
-    elif isinstance(value, dict) and "tiers" in value:
-        value = {**value, "tiers": "…"}
-    if kind == "extra_forbidden":
-        return unknown(place, value, model.model_fields)
-    ours = context.get("error")
-    if isinstance(ours, RefusedValueError):
-        return wrong(place, ours.what, ours.fix, value)
-    what, fix = _WORDS.get(kind, (details["msg"], "see docs/configuration.md"))
-    return wrong(place, what.format_map(context), fix.format_map(context), value)
-
-
-def _store(out: Translation, top: Place, *, make: bool, clock: Clock) -> StoreSettings | None:
-    """Return the store's settings and check its directories; if anything is wrong, note it and return None."""
-    if "store" not in out.settings:
-        if not out.problems:
-            out.problems.append(_no_store(top))
-        return None
-    written = out.settings["store"]
-    store = _validated(StoreSettings, written, ("store",), out, top)
-    if store is None:
-        partly = _as_far_as_right(written)
-        if partly is not None:
-            _look_at_media(partly, written, out, top, make=make, clock=clock)
-        return None
-    _check_tier_options(store, out, top, of_engine=True)
-    key_file = _expanded_key_file(store, out, top)
-    media = _look_at_media(store, written, out, top, make=make, clock=clock)
-    found: StoreSettings = store.model_copy(update={**media, **key_file})
-    if key_file:
-        _check_key(found, store.authentication_key_file, out, top, make=make, clock=clock)
-    return found
-
-
-def _check_tier_options(store: StoreSettings, out: Translation, top: Place, *, of_engine: bool = False) -> None:
-    """Check the options of the tiers that have options, and for an engine what they need; note the problems."""
-    for name in pipeline_parts(store.pipeline):
-        if name not in store.tiers and (name in _WITHOUT_OPTIONS or name not in OURS):
-            continue  # saves its import
-        from ucm.store.factory import back_end_class, is_tier  # noqa: PLC0415 - most configurations need none of it
-
-        place, _ = out.origin(("store", "tiers", name), top, NO_VALUE)
-        try:
-            back_end = back_end_class(name)
-        except ConfigError as error:
-            out.problems.append(wrong(place, error.what, error.fix))
-            continue
-        if not is_tier(back_end):
-            continue
-        options = _validated(back_end.Options, store.tiers.get(name, {}), ("store", "tiers", name), out, top)
-        if of_engine and options is not None:
-            try:
-                options.require_packages(name)
-            except ConfigError as error:
-                out.problems.append(wrong(place, error.what, error.fix))
-
-
-def _expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:
-    """Return the setting that names the authentication key, with an absolute path; nothing is read."""
-    written = store.authentication_key_file
-    if written is None:
-        return {}
-    place, _ = out.origin(("store", "authentication_key_file"), top)
-    try:
-        return {"authentication_key_file": str(Path.cwd() / expand(written, place))}
-    except ConfigError as error:
-        out.problems.append(wrong(place, error.what, error.fix, written))
-        return {}
-
-
-def _check_key(
-    store: StoreSettings, written: str | None, out: Translation, top: Place, *, make: bool, clock: Clock
-) -> None:
-    """Read the authentication key, and note why it cannot be used.
-
-    Unlike a directory, it is needed at once, because the names of all blocks depend on it.
+    Args:
+        extra_config: See `load_connector_config`.
+        make: Whether to create missing directories; see `check_connector_config`. None: nothing is looked at.
+        clock: Time and threads.
     """
-    from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
 
-    place, _ = out.origin(("store", "authentication_key_file"), top)
-    found = call_later(partial(authenticator_of, store.as_store_config(), of_tool=not make), "ucm-key", clock=clock)
-    if not found.wait(store.stuck_seconds):
-        what = f"the key's file has not answered for {store.stuck_seconds:.1f} s"
-        fix = "check that its server runs and can be reached, or keep the key on a disk of this host"
-        out.problems.append(wrong(place, what, fix, written))
-        return
-    error = found.exception()
-    if isinstance(error, ConfigError):
-        out.problems.append(wrong(place, error.what, error.fix, written))
-    elif error is not None:
-        raise error
+    def __init__(self, extra_config: Mapping[str, Any], *, make: bool | None, clock: Clock = SYSTEM) -> None:
+        self.document = read_document(extra_config)
+        self.out = translate(self.document, ConnectorConfig.model_fields)
+        self._make, self._clock = make, clock
+
+    def validated(self, model: type[Model], settings: Mapping[str, Any], *path: str) -> Model | None:
+        """Return settings as a model; if they are invalid, note the problems and return None."""
+        try:
+            return model.model_validate(settings)
+        except ValidationError as error:
+            self.out.problems += [self._problem(details, model, path) for details in error.errors()]
+            return None
+
+    def _problem(self, details: ErrorDetails, model: type[BaseModel], path: tuple[str, ...]) -> ConfigError:
+        kind, context = details["type"], details.get("ctx", {})
+        whole = (*path, *details["loc"])
+        place, value = self.out.origin(whole, details["input"])
+        if whole[:2] == ("store", "tiers"):
+            value = NO_VALUE  # it may be a server's password, put there by mistake
+        elif isinstance(value, dict) and "tiers" in value:
+            value = {**value, "tiers": "…"}
+        if kind == "extra_forbidden":
+            return unknown(place, value, model.model_fields)
+        ours = context.get("error")
+        if isinstance(ours, RefusedValueError):
+            return wrong(place, ours.what, ours.fix, value)
+        what, fix = _WORDS.get(kind, (details["msg"], "see docs/configuration.md"))
+        return wrong(place, what.format_map(context), fix.format_map(context), value)
+
+    def store(self) -> StoreSettings | None:
+        """Return the store's settings and check its directories; if anything is wrong, note it and return None."""
+        out = self.out
+        if "store" not in out.settings:
+            if not out.problems:
+                out.problems.append(_no_store(out.top))
+            return None
+        written = out.settings["store"]
+        store = self.validated(StoreSettings, written, "store")
+        if store is None:
+            partly = _as_far_as_right(written)
+            if partly is not None and self._make is not None:
+                self._media(partly)
+            return None
+        self._tier_options(store)
+        key_file = self._key_file(store)
+        found: StoreSettings = store.model_copy(update={**self._media(store), **key_file})
+        if key_file and self._make is not None:
+            self._check_key(found, store.authentication_key_file)
+        return found
+
+    def _tier_options(self, store: StoreSettings) -> None:
+        """Check the options of the tiers that have options, and for an engine what they need; note the problems."""
+        for name in pipeline_parts(store.pipeline):
+            if name not in store.tiers and (name in LOCAL or name not in OURS):
+                continue  # saves its import
+            from ucm.store.factory import back_end_class, is_tier  # noqa: PLC0415 - most configurations need none of it
+
+            try:
+                back_end = back_end_class(name)
+                if not is_tier(back_end):
+                    continue
+                options = self.validated(back_end.Options, store.tiers.get(name, {}), "store", "tiers", name)
+                if options is not None and self._make is not None:
+                    options.require_packages(name)
+            except ConfigError as error:
+                place, _ = self.out.origin(("store", "tiers", name))
+                self.out.problems.append(wrong(place, error.what, error.fix))
+
+    def _key_file(self, store: StoreSettings) -> dict[str, str]:
+        """Return the setting that names the authentication key, with an absolute path; nothing is read."""
+        written = store.authentication_key_file
+        if written is None:
+            return {}
+        place, _ = self.out.origin(("store", "authentication_key_file"))
+        try:
+            return {"authentication_key_file": str(Path.cwd() / expand(written, place))}
+        except ConfigError as error:
+            self.out.problems.append(wrong(place, error.what, error.fix, written))
+            return {}
+
+    def _check_key(self, store: StoreSettings, written: str | None) -> None:
+        """Read the authentication key, and note why it cannot be used.
+
+        Unlike a directory, it is needed at once, because the names of all blocks depend on it.
+        """
+        from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
+
+        place, _ = self.out.origin(("store", "authentication_key_file"))
+        read = partial(authenticator_of, store.as_store_config(), of_tool=not self._make)
+        found = call_later(read, "ucm-key", clock=self._clock)
+        if not found.wait(store.stuck_seconds):
+            what = f"the key's file has not answered for {store.stuck_seconds:.1f} s"
+            fix = "check that its server runs and can be reached, or keep the key on a disk of this host"
+            self.out.problems.append(wrong(place, what, fix, written))
+            return
+        error = found.exception()
+        if isinstance(error, ConfigError):
+            self.out.problems.append(wrong(place, error.what, error.fix, written))
+        elif error is not None:
+            raise error
+
+    def _media(self, store: StoreSettings) -> dict[str, Any]:
+        """Check the directories; return the settings that name them, with absolute paths, and note the problems.
+
+        Each is checked in a thread, which may block for ever if the directory's server is gone.
+        """
+        out, make = self.out, self._make
+        named: list[tuple[str, Place, str]] = []
+        if store.parts & POSIX:
+            place, value = out.origin(("store", "directories"), out.settings["store"]["directories"])
+            of_each = [place if isinstance(value, str) else place.inside(at) for at in range(len(store.directories))]
+            named += [("directories", *one) for one in zip(of_each, store.directories, strict=True)]
+        # The store creates the default directory and checks its owner.
+        if store.parts & DRAM and "dram_directory" in store.model_fields_set:
+            named.append(("dram_directory", out.origin(("store", "dram_directory"))[0], store.dram_directory))
+        paths: list[tuple[str, Path]] = []
+        looks: list[tuple[Place, str, Path, Later[ConfigError | None]]] = []
+        for name, place, one in named:
+            try:
+                path = Path.cwd() / expand(one, place)
+            except ConfigError as error:
+                out.problems.append(error)
+                continue
+            paths.append((name, path))
+            if path not in _silent and make is not None:
+                look = partial(directory_problem, path, place, one, store.trusted_group, make=make)
+                looks.append((place, one, path, call_later(look, "ucm-look", clock=self._clock)))
+        wait_for_all([look for *_, look in looks], store.stuck_seconds, clock=self._clock)
+        problems = [
+            look.result() if look.done() else _no_answer(place, one, path, store.stuck_seconds, make=bool(make))
+            for place, one, path, look in looks
+        ]
+        out.problems += [problem for problem in problems if problem is not None]
+        answers = len(paths) == len(named) and not any(problems) and _silent.isdisjoint(path for _, path in paths)
+        if answers and make is not None:
+            self._together(store, paths)
+        posix, dram = ([str(path) for name, path in paths if name == of] for of in ("directories", "dram_directory"))
+        return ({"directories": tuple(posix)} if posix else {}) | ({"dram_directory": dram[0]} if dram else {})
+
+    def _together(self, store: StoreSettings, paths: list[tuple[str, Path]]) -> None:
+        """Check that directories lie apart, and that capacities fit, unless the media stop answering meanwhile."""
+        out = self.out
+        posix = [path for name, path in paths if name == "directories"]
+        dram = [dict(paths).get("dram_directory") or Path(store.dram_directory)] if store.parts & DRAM else []
+
+        def check() -> Iterator[ConfigError | None]:
+            for name, directories in (("posix_capacity", posix), ("dram_capacity", dram)):
+                capacity = getattr(store, name)
+                if directories and capacity is not None:
+                    place, written = out.origin(("store", name), out.settings["store"][name])
+                    yield capacity_problem(capacity, directories, place, written)
+            try:
+                if posix:
+                    check_apart([str(path) for path in posix], str(dram[0]) if dram else None)
+            except ConfigError as error:
+                place, _ = out.origin(("store", error.where.rpartition(" ")[2]))
+                yield wrong(place, error.what, error.fix)
+
+        found = call_later(lambda: list(check()), "ucm-look", clock=self._clock)
+        if found.wait(store.stuck_seconds):
+            out.problems += [problem for problem in found.result() if problem is not None]
 
 
 def _no_store(top: Place) -> ConfigError:
@@ -279,45 +309,6 @@ def _as_far_as_right(written: object) -> StoreSettings | None:
     return _as_far_as_right(right) if len(right) < len(written) else None
 
 
-def _look_at_media(
-    store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool, clock: Clock
-) -> dict[str, Any]:
-    """Check the directories; return the settings that name them, with absolute paths, and note the problems.
-
-    Each is checked in a thread, which may block for ever if the directory's server is gone.
-    """
-    named: list[tuple[str, Place, str]] = []
-    if store.parts & POSIX:
-        place, value = out.origin(("store", "directories"), top, written["directories"])
-        of_each = [place if isinstance(value, str) else place.inside(at) for at in range(len(store.directories))]
-        named += [("directories", *one) for one in zip(of_each, store.directories, strict=True)]
-    # The store creates the default directory and checks its owner.
-    if store.parts & DRAM and "dram_directory" in store.model_fields_set:
-        named.append(("dram_directory", out.origin(("store", "dram_directory"), top)[0], store.dram_directory))
-    paths: list[tuple[str, Path]] = []
-    looks: list[tuple[Place, str, Path, Later[ConfigError | None]]] = []
-    for name, place, one in named:
-        try:
-            path = Path.cwd() / expand(one, place)
-        except ConfigError as error:
-            out.problems.append(error)
-            continue
-        paths.append((name, path))
-        if path not in _silent:
-            look = partial(directory_problem, path, place, one, store.trusted_group, make=make)
-            looks.append((place, one, path, call_later(look, "ucm-look", clock=clock)))
-    wait_for_all([look for *_, look in looks], store.stuck_seconds, clock=clock)
-    problems = [
-        look.result() if look.done() else _no_answer(place, one, path, store.stuck_seconds, make=make)
-        for place, one, path, look in looks
-    ]
-    out.problems += [problem for problem in problems if problem is not None]
-    if len(paths) == len(named) and not any(problems) and _silent.isdisjoint(path for _, path in paths):
-        _check_together(store, paths, out, top, clock=clock)
-    posix, dram = ([str(path) for name, path in paths if name == of] for of in ("directories", "dram_directory"))
-    return ({"directories": tuple(posix)} if posix else {}) | ({"dram_directory": dram[0]} if dram else {})
-
-
 def _no_answer(place: Place, written: str, path: Path, seconds: float, *, make: bool) -> ConfigError | None:
     """Return the error for a directory that has not answered; if an engine starts, log a warning instead."""
     what = f"{path} has not answered for {seconds:.1f} s"
@@ -329,31 +320,6 @@ def _no_answer(place: Place, written: str, path: Path, seconds: float, *, make: 
         "[UCM.Connector] %s: %s: the engine starts, and neither loads nor saves there until it does", place, what
     )
     return None
-
-
-def _check_together(
-    store: StoreSettings, paths: list[tuple[str, Path]], out: Translation, top: Place, *, clock: Clock
-) -> None:
-    """Check that no directory is inside another, and that capacities fit, unless the media stop answering meanwhile."""
-    posix = [path for name, path in paths if name == "directories"]
-    dram = [dict(paths).get("dram_directory") or Path(store.dram_directory)] if store.parts & DRAM else []
-
-    def check() -> Iterator[ConfigError | None]:
-        for name, directories in (("posix_capacity", posix), ("dram_capacity", dram)):
-            capacity = getattr(store, name)
-            if directories and capacity is not None:
-                place, written = out.origin(("store", name), top, out.settings["store"][name])
-                yield capacity_problem(capacity, directories, place, written)
-        try:
-            if posix:
-                check_apart([str(path) for path in posix], str(dram[0]) if dram else None)
-        except ConfigError as error:
-            place, _ = out.origin(("store", error.where.rpartition(" ")[2]), top)
-            yield wrong(place, error.what, error.fix)
-
-    found = call_later(lambda: list(check()), "ucm-look", clock=clock)
-    if found.wait(store.stuck_seconds):
-        out.problems += [problem for problem in found.result() if problem is not None]
 
 
 def _whence(document: Document) -> list[str]:

@@ -5,23 +5,20 @@ They are collected and raised as one error.
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, meant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
+T = TypeVar("T")
 #: Marks a missing value where None would be valid.
 NO_VALUE: Any = object()
-
-#: The minimum similarity of a suggestion to the unknown key.
-SIMILARITY = 0.6
 
 #: The names of settings whose values must not be shown.
 SECRET = re.compile(r"(?i)password|passwd|secret|token|credential")
@@ -29,6 +26,11 @@ SECRET = re.compile(r"(?i)password|passwd|secret|token|credential")
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 160
 _short.maxlist = _short.maxdict = 8
+
+
+def shown(value: object) -> str:
+    """Format a value for a message, however long or deeply nested it is."""
+    return _short.repr(value)
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,18 @@ def wrong(place: Place, what: str, fix: str, value: object = NO_VALUE) -> Config
         fix: The remedy.
         value: The wrong value; NO_VALUE if the problem is that there is none.
     """
-    shown = "" if value is NO_VALUE else f" = {_short.repr(value)}"
-    return ConfigError(what, where=f"{place}{shown}", fix=fix)
+    written = "" if value is NO_VALUE else f" = {shown(value)}"
+    return ConfigError(what, where=f"{place}{written}", fix=fix)
 
 
-def raise_for(errors: Sequence[ConfigError]) -> None:
-    """Raise one error that lists all problems, if there are any.
+def found_or_problems(found: T | None, errors: Sequence[ConfigError]) -> T:
+    """Return what was found; raise one error that lists all problems, if there are any.
 
     Raises:
         ConfigError: If there is a problem.
     """
-    if not errors:
-        return
+    if not errors and found is not None:
+        return found
     if len(errors) == 1:
         raise errors[0]
     listed = "\n".join(f"{number}. {error}" for number, error in enumerate(errors, 1))
@@ -94,8 +96,7 @@ def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
     """
     key = place.path.rpartition(".")[2]
     names = sorted(known)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=SIMILARITY)
-    fix = f"did you mean {close[0]!r}?" if close else f"remove it; the settings are {', '.join(names)}"
+    fix = meant(key, names).strip() or f"remove it; the settings are {', '.join(names)}"
     if SECRET.search(key):
         fix = f"write the secret into a file, or an environment variable; {fix}"
         value = NO_VALUE

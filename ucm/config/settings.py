@@ -37,8 +37,9 @@ LEAST_BARE = 1 << 20
 #: The most seconds of a duration, ten years: what waits for longer overflows the system's calls.
 _MOST_SECONDS = 10 * 366 * 86400.0
 
-#: The names of the Posix tier and of the Dram tier in a pipeline.
+#: The names of the Posix tier and of the Dram tier in a pipeline, and of all back ends that need no server.
 POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
+LOCAL = POSIX | DRAM | {"Empty"}
 #: Settings that apply only to some tiers.
 ONLY_WITH = {
     "directories": POSIX,

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ucm.config.document import FILE_KEY
+from ucm.config.document import FILE_KEY, INLINE
 from ucm.config.problems import NO_VALUE, Place, RefusedValueError, unknown, wrong
 
 if TYPE_CHECKING:
@@ -123,12 +123,14 @@ class Translation:
     """Settings in our names.
 
     Attributes:
+        top: The place reported for a field that was not written.
         settings: The settings, not yet validated field by field.
         origins: The origin of each setting that had another name or place.
         notices: Settings that are recognised but have no effect, one sentence each.
         problems: Settings that are not recognised.
     """
 
+    top: Place
     settings: dict[str, Any] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -142,12 +144,11 @@ class Translation:
         target[path[-1]] = value
         self.origins[path] = (place, written)
 
-    def origin(self, path: tuple[str | int, ...], top: Place, found: object = NO_VALUE) -> tuple[Place, object]:
+    def origin(self, path: tuple[str | int, ...], found: object = NO_VALUE) -> tuple[Place, object]:
         """Return where one of our fields was written, and its original value.
 
         Args:
             path: The field, or an element of it.
-            top: The place reported for a field that was not written.
             found: Its current value, if known.
         """
         for length in range(len(path), 0, -1):
@@ -155,7 +156,7 @@ class Translation:
             if place is not None:
                 rest = path[length:]
                 return place.inside(*rest), found if rest else written
-        return top.inside(*path), NO_VALUE
+        return self.top.inside(*path), NO_VALUE
 
     def refuse(self, place: Place, what: str, fix: str, value: object) -> None:
         """Note a problem."""
@@ -169,7 +170,7 @@ class Translation:
 def translate(document: Document, own: Iterable[str]) -> Translation:
     """Translate a document's settings into our names."""
     ours = frozenset(own)
-    out = Translation()
+    out = Translation(Place(str(document.file or INLINE)))
     for key, value in document.settings.items():
         place = document.place(key)
         rival = "store" if key == CONNECTORS else RENAMED[key][0] if key in RENAMED else None

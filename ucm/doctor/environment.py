@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import re
 import shlex
 import site
@@ -23,13 +22,15 @@ from typing import TYPE_CHECKING
 import ucm
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP, RUNTIME
-from ucm.overlay.activation import export_plugins, left_out, name_of, overlay_packages
+from ucm.overlay.activation import left_out, name_of, names_and_remedy, overlay_packages
 from ucm.overlay.finder import sha256_of
 from ucm.overlay.manifest import REINSTALL
 from ucm.overlay.switches import ALL, PLUGINS, is_set, variable_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
+
+    from ucm.overlay.manifest import Manifest
 
 FINGERPRINTS = Path(__file__).parents[1] / "overlay" / "fingerprints.json"
 CHECK, METADATA = "vLLM", "vLLM metadata"
@@ -233,11 +234,6 @@ def package_directories(package: str) -> list[Path]:
     return [entry for entry in dict.fromkeys(entries) if (entry / "__init__.py").is_file()]
 
 
-def check_python() -> Finding:
-    """Report which interpreter runs."""
-    return Finding("python", Status.OK, platform.python_version(), (sys.executable,))
-
-
 def runtime_directory() -> Path:
     """Return the directory of this process's package ``ucm``."""
     return Path(ucm.__file__).resolve().parent
@@ -276,14 +272,14 @@ def switches() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("UCM_DISABLE_") and is_set(name))
 
 
-def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:
+def check_switches(on: list[str], manifest: Manifest | None) -> Finding:
     """Report what is switched off, and what goes off with it."""
     check = "switches"
     if not on:
         return Finding(check, Status.OK, "none is set")
-    known = {ALL, *map(variable_of, groups)}
-    unknown = [name for name in on if groups and name not in known]
-    details = [f"{group} is off: {reason}" for group, reason in disabled.items()]
+    known = {ALL, *map(variable_of, manifest.needs)} if manifest else set(on)
+    unknown = [name for name in on if name not in known]
+    details = [f"{group} is off: {reason}" for group, reason in manifest.disabled.items()] if manifest else []
     details += [f"{name} names no group of this overlay and has no effect" for name in unknown]
     todo = f"to switch {'it' if len(on) == 1 else 'them'} on again: unset {' '.join(on)}"
     if ALL in on:
@@ -296,14 +292,10 @@ def check_plugins() -> Finding:
     check, missing = "plugins", left_out()
     if not missing:
         return Finding(check, Status.OK, "vLLM checks in each of its processes that the overlay is active")
-    return Finding(
-        check,
-        Status.WARNING,
-        f"{PLUGINS} leaves out {', '.join(missing)}, so only UCM's connectors and sparse methods check that the "
-        "overlay is active",
-        (f"{PLUGINS}={os.environ.get(PLUGINS)}",),
-        (export_plugins(missing),),
-    )
+    names, remedy = names_and_remedy(missing)
+    whose = "only UCM's connectors and sparse methods check that the overlay is active"
+    details = (f"{PLUGINS}={os.environ.get(PLUGINS)}",)
+    return Finding(check, Status.WARNING, f"{PLUGINS} leaves out {names}, so {whose}", details, (remedy,))
 
 
 @dataclass(frozen=True)
@@ -370,8 +362,12 @@ def import_hooks() -> ImportHooks:
     """Return the import hooks on this process's ``sys.meta_path``."""
     names = [name_of(finder) for finder in sys.meta_path]
     ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
-    overlays = tuple(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages()))
-    foreign = [(n, name) for n, name in enumerate(names) if not _is_pythons(name) and not name.startswith(overlays)]
+    known = (*HARMLESS, *(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages())))
+    foreign = [
+        (place, name)
+        for place, name in enumerate(names)
+        if not name.startswith(known) and name.partition(".")[0] not in sys.stdlib_module_names
+    ]
     position = ours[0] if ours else None
     boot = sys.modules.get(f"{OVERLAY_PACKAGE}._boot")
     directory = Path(boot.__file__).resolve().parent if boot is not None and boot.__file__ else None
@@ -469,12 +465,3 @@ def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
             (f"{PIP} uninstall {UC_MANAGER}" if there else "check what it does, and uninstall it if it does",),
         )
     return Finding(check, Status.OK, "no other package touches vLLM when Python starts")
-
-
-def own_modules_of_vllm() -> list[str]:
-    """Return the modules of vLLM that were loaded at interpreter start."""
-    return [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
-
-
-def _is_pythons(name: str) -> bool:
-    return name.startswith(HARMLESS) or name.partition(".")[0] in sys.stdlib_module_names

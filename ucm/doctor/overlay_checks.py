@@ -14,14 +14,11 @@ from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.finder import builder_of, how_to_build, how_to_get, sha256_of
+from ucm.overlay.finder import how_to_build, how_to_complete, how_to_get, how_to_unite, missing_hooks, sha256_of
 from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.seam import how_to_complete, missing_hooks
-from ucm.overlay.switches import ALL, disabled_groups
+from ucm.overlay.switches import ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ucm.doctor.environment import Vllm
 
 OVERLAY, MODULES = "overlay", "modules"
@@ -92,16 +89,14 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
     if not overlays:
         return _none_installed(vllm, needed=needed)
     if len(overlays) > 1:
+        distribution = overlays[0].directory.name.replace("_", "-")
         return Finding(
             OVERLAY,
             Status.ERROR,
             f"{len(overlays)} overlays are installed, but only the first is active",
             tuple(f"{overlay.version or 'unknown version'}: {overlay.directory.parent}" for overlay in overlays),
             (
-                (
-                    "keep one of them; uninstall each other one in its environment: "
-                    f"{PIP} uninstall {distribution_of(overlays[0])}"
-                ),
+                f"keep one of them; uninstall each other one in its environment: {PIP} uninstall {distribution}",
                 "or remove its directory from PYTHONPATH",
             ),
         )
@@ -124,11 +119,6 @@ def _lacking(name: str, manifest: Manifest) -> Finding | None:
     return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
 
 
-def distribution_of(overlay: Overlay) -> str:
-    """Return the name of the distribution that installs an overlay."""
-    return overlay.directory.name.replace("_", "-")
-
-
 def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
     if needed:
         what = "not installed: vLLM runs unchanged, without the configured sparse method"
@@ -147,15 +137,12 @@ def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
     return f"in a checkout of the UCM overlay: nox -s build-overlay -- {build}", f"{PIP} install {folder}/*.whl"
 
 
-def states_of(
-    manifest: Manifest, package: Path | None, disabled: Mapping[str, str], *, active: bool
-) -> list[ModuleState]:
+def states_of(manifest: Manifest, package: Path | None, *, active: bool) -> list[ModuleState]:
     """Return each shadowed module's state.
 
     Args:
         manifest: The overlay's manifest.
         package: The directory of the shadowed package; None if it is not installed.
-        disabled: The groups that are off, with the reasons.
         active: Whether the finder is in place.
     """
     found = []
@@ -163,7 +150,7 @@ def states_of(
         origin = _origin(module, package)
         upstream = _compared(origin, module.upstream_sha256)
         rewritten = _compared(manifest.file(module), module.rewritten_sha256)
-        reason = disabled.get(module.group)
+        reason = manifest.disabled.get(module.group)
         if not active or reason is not None or origin is None:
             loads = origin
         else:
@@ -172,12 +159,12 @@ def states_of(
     return found
 
 
-def claimed_modules(manifest: Manifest | None, disabled: Mapping[str, str], vllm: Vllm | None) -> list[tuple[str, str]]:
+def claimed_modules(manifest: Manifest | None, vllm: Vllm | None) -> list[tuple[str, str]]:
     """Return the shadowed modules that an earlier finder would load from elsewhere, each with a description."""
     boot = next((boot for boot in boots() if manifest and Path(boot.DIRECTORY) == manifest.directory), None)
     if boot is None or manifest is None or vllm is None:
         return []
-    return list(claims(boot.FINDER, manifest, disabled, vllm.directory.parent))
+    return list(claims(boot.FINDER, manifest, vllm.directory.parent))
 
 
 def _origin(module: ShadowedModule, package: Path | None) -> Path | None:
@@ -260,18 +247,14 @@ def check_further_overlays() -> list[Finding]:
     findings = [_check_further(manifest) for manifest in manifests if manifest.directory.name != OVERLAY_PACKAGE]
     shadowed: dict[str, list[Manifest]] = {}
     for manifest in manifests:
-        disabled = disabled_groups(manifest.needs)
         for module in manifest.modules.values():
-            if module.group not in disabled:
+            if module.group not in manifest.disabled:
                 shadowed.setdefault(module.name, []).append(manifest)
     shared = {name: by for name, by in shadowed.items() if len(by) > 1}
     if shared:
         involved = {manifest.directory: manifest for by in shared.values() for manifest in by}.values()
-        owners = "+".join(dict.fromkeys(owner for manifest in involved for owner in manifest.owners))
         details = tuple(f"{name}: {', '.join(m.distribution for m in by)}" for name, by in shared.items())
-        builder = builder_of(involved)
-        both = f"{owners}-{builder.release}"
-        todo = (f"build them as one: {builder.command('build-overlay', both)}",)
+        todo = (f"build them as one: {how_to_unite(involved)}",)
         what = f"{len(shared)} modules are shadowed by more than one overlay: vLLM will not start"
         findings.append(Finding(OVERLAY, Status.ERROR, what, details, todo))
     return findings
@@ -286,7 +269,7 @@ def _check_further(manifest: Manifest) -> Finding:
         what = f"{name} {manifest.version} is installed, but {package} is not"
         return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))
     active = any(Path(boot.DIRECTORY) == manifest.directory for boot in boots())
-    states = states_of(manifest, Path(spec.origin).parent, disabled_groups(manifest.needs), active=active)
+    states = states_of(manifest, Path(spec.origin).parent, active=active)
     on = [state for state in states if state.disabled is None]
     wrong = [state for state in on if state.loads != manifest.file(state.module)]
     if wrong:

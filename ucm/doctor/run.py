@@ -19,11 +19,12 @@ from ucm.doctor.engine_run import LONGEST
 from ucm.doctor.findings import Finding, Status, has_error
 from ucm.engine_process import TIMED_OUT, Ended, connector, prepare_model, run_child
 from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, method_of_file
+from ucm.sparse import probe
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucm.overlay.manifest import Manifest
 
@@ -45,94 +46,35 @@ SHOWN = 8
 ASKED = "requests."
 
 
-@dataclass(frozen=True)
-class Hook:
-    """A hook, and how the probe shows that it fired.
-
-    Attributes:
-        name: Its name in `ucm.integration.vllm.hooks`.
-        role: The side of the engine that it fires on.
-        counters: The probe's counters for it; if empty, the process only has to have the role.
-    """
-
-    name: str
-    role: Role
-    counters: tuple[str, ...] = ()
-
-
-HOOKS = (
-    Hook("scheduler_init", Role.SCHEDULER),
-    Hook("kv_cache_memory", Role.SCHEDULER),
-    Hook("block_hash_function", Role.SCHEDULER),
-    Hook("engine_core_started", Role.SCHEDULER),
-    Hook("request_added", Role.SCHEDULER, ("request_added",)),
-    Hook("limit_new_tokens", Role.SCHEDULER, ("limit_new_tokens",)),
-    Hook("before_allocation", Role.SCHEDULER, ("before_allocation",)),
-    Hook("scheduler_output_built", Role.SCHEDULER, ("build_metadata",)),
-    Hook("request_preempted", Role.SCHEDULER, ("request_preempted",)),
-    Hook("request_freed", Role.SCHEDULER, ("request_freed",)),
-    Hook("worker_init", Role.WORKER),
-    Hook(FIELDS, Role.WORKER, (METADATA_RECEIVED,)),
-    Hook("update_states", Role.WORKER, ("update_states",)),
-    Hook("worker_requests_finished", Role.WORKER, ("requests_finished",)),
-    Hook("blocks_updated", Role.WORKER, ("blocks_updated",)),
-    Hook("clear_row", Role.WORKER),
-    Hook("execute_begin", Role.WORKER, ("execute_begin",)),
-    Hook("execute_finished", Role.WORKER, ("execute_finished",)),
-    Hook("v2_requests_finished", Role.WORKER, ("update_states", "requests_finished")),
-    Hook("v2_requests_added", Role.WORKER, ("requests_added",)),
-    Hook("v2_requests_updated", Role.WORKER, ("requests_updated",)),
-    Hook("v2_append_block_ids", Role.WORKER, ("append_block_ids",)),
-    Hook("v2_execute_begin", Role.WORKER, ("execute_begin",)),
-    Hook("v2_execute_finished", Role.WORKER, ("execute_finished",)),
-    Hook("kv_write_begin", Role.WORKER, ("kv_write_begin",)),
-    Hook("kv_write_finished", Role.WORKER, ("kv_write_finished",)),
-    Hook("attention_begin", Role.WORKER, ("attention_begin",)),
-    Hook("attention_finished", Role.WORKER, ("attention_finished",)),
-    Hook("mla_begin", Role.WORKER, ("mla_begin",)),
-    Hook("mla_finished", Role.WORKER, ("mla_finished",)),
-    Hook("layer_begin", Role.WORKER, ("layer_begin",)),
-    Hook("layer_finished", Role.WORKER, ("layer_finished",)),
-    Hook("ffn_begin", Role.WORKER, ("ffn_begin",)),
-    Hook("ffn_finished", Role.WORKER, ("ffn_finished",)),
-)
+_OF_SIDES = {
+    Role.SCHEDULER: (
+        *("scheduler_init", "kv_cache_memory", "block_hash_function", "engine_core_started", "request_added"),
+        *("limit_new_tokens", "before_allocation", "scheduler_output_built", "request_preempted", "request_freed"),
+    ),
+    Role.WORKER: (
+        *("worker_init", FIELDS, "update_states", "worker_requests_finished", "blocks_updated", "clear_row"),
+        *("execute_begin", "execute_finished", "v2_requests_finished", "v2_requests_added", "v2_requests_updated"),
+        *("v2_append_block_ids", "v2_execute_begin", "v2_execute_finished", "kv_write_begin", "kv_write_finished"),
+        *("attention_begin", "attention_finished", "mla_begin", "mla_finished", "layer_begin", "layer_finished"),
+        *("ffn_begin", "ffn_finished"),
+    ),
+}
+#: The counters of hooks that call the method's function of another name.
+_COUNTERS = {
+    FIELDS: (METADATA_RECEIVED,),
+    "scheduler_output_built": ("build_metadata",),
+    "v2_requests_finished": ("update_states", "requests_finished"),
+}
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The facts of a run.
+#: The side of the engine that each hook of `ucm.integration.vllm.hooks` fires on.
+HOOKS = {name: role for role, names in _OF_SIDES.items() for name in names}
 
-    Attributes:
-        requests: How many requests were served.
-        preemptions: How many preemptions the engine counted; None if it does not report them.
-        runner: The modules of the workers' model runners.
-        model: The modules of the model's classes.
-        mla: Whether there are MLA layers.
-        plain: Whether there are other attention layers.
-        separate_kv_write: Whether any of these writes keys and values with a separate operator.
-    """
 
-    requests: int
-    preemptions: int | None
-    runner: frozenset[str]
-    model: frozenset[str]
-    mla: bool
-    plain: bool
-    separate_kv_write: bool
-
-    @classmethod
-    def of(cls, saw: Mapping[str, Any]) -> Facts:
-        """Return the facts from the result of the engine's child process."""
-        kinds = [kind for worker in saw["workers"] for kind in worker["attention"]]
-        return cls(
-            saw["requests"],
-            saw["preemptions"],
-            frozenset(name for worker in saw["workers"] for name in worker["runner"]),
-            frozenset(name for worker in saw["workers"] for name in worker["model"]),
-            any(kind["mla"] for kind in kinds),
-            any(not kind["mla"] for kind in kinds),
-            any(kind["separate_kv_write"] and not kind["mla"] for kind in kinds),
-        )
+def counters_of(hook: str) -> tuple[str, ...]:
+    """Return the probe's counters that show that a hook fired; none if its process only has to have its role."""
+    called = hook.removeprefix("v2_").removeprefix("worker_")
+    return _COUNTERS.get(hook, (called,) if called in probe.HOOKS else ())
 
 
 @dataclass(frozen=True)
@@ -146,10 +88,15 @@ class Expectation:
         fired: How often it fired, by process id, in the processes of its role.
     """
 
-    hook: Hook
+    hook: str
     at_least: int
     reason: str = ""
     fired: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def role(self) -> Role:
+        """The side of the engine that the hook fires on."""
+        return HOOKS[self.hook]
 
     @property
     def missing(self) -> list[int]:
@@ -164,72 +111,91 @@ class Expectation:
         return "missing" if self.missing or not self.fired else "ok"
 
 
-def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> list[Expectation]:
-    """Return, for every hook of the seam, whether it must have fired."""
-    return [_expectation(hook, manifest, disabled, facts) for hook in HOOKS]
+def expectations(
+    manifest: Manifest, saw: Mapping[str, Any], processes: Sequence[ProcessReport] = ()
+) -> list[Expectation]:
+    """Return, for every hook of the seam, whether it must have fired, from what the engine reported, and how often."""
+    found = []
+    for hook, role in HOOKS.items():
+        least, reason = _expected(hook, manifest, saw)
+        fired = {
+            p.pid: min((p.counts[counter] for counter in counters_of(hook)), default=1) if least else 0
+            for p in processes
+            if role in p.roles
+        }
+        found.append(Expectation(hook, least, reason, fired))
+    return found
 
 
-def unhooked_runners(manifest: Manifest, facts: Facts) -> list[str]:
+def _names(saw: Mapping[str, Any], of: str) -> set[str]:
+    """Return the modules of the workers' model runners (``runner``), or of the model's classes (``model``)."""
+    return {name for worker in saw["workers"] for name in worker[of]}
+
+
+def _kinds(saw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the kinds of attention layers; see `ucm.engine.WorkerFacts.ucm_facts`."""
+    return [kind for worker in saw["workers"] for kind in worker["attention"]]
+
+
+def unhooked_runners(manifest: Manifest, saw: Mapping[str, Any]) -> list[str]:
     """Return the model runners that ran, if the overlay of this release has hooks in none of them.
 
     Up to 0.15.1, for instance, it has none in the V2 runner; then no runner's hook would be expected to fire.
     """
     hooked = {m.name for m in manifest.modules.values() if FORWARD & set(m.hooks)}
-    return [] if hooked & facts.runner else sorted(name for name in facts.runner if name.endswith("model_runner"))
+    runners = _names(saw, "runner")
+    return [] if hooked & runners else sorted(name for name in runners if name.endswith("model_runner"))
 
 
-def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> Expectation:
-    modules = [m for m in manifest.modules.values() if hook.name in m.hooks or (hook.name, m.name) == (FIELDS, OUTPUT)]
-    if hook.name in manifest.left_out:
+def _expected(hook: str, manifest: Manifest, saw: Mapping[str, Any]) -> tuple[int, str]:
+    """Return how often a hook must fire, and why it need not."""
+    disabled = manifest.disabled
+    modules = [m for m in manifest.modules.values() if hook in m.hooks or (hook, m.name) == (FIELDS, OUTPUT)]
+    if hook in manifest.left_out:
         build = manifest.command("build-overlay", f"{manifest.named or manifest.release} --hooks all")
-        what = f"the overlay was built without it; one that has it: {build}"
-        return Expectation(hook, 0, what)
+        return 0, f"the overlay was built without it; one that has it: {build}"
     if not modules:
-        return Expectation(hook, 0, f"vLLM {manifest.release} has no place for it")
+        return 0, f"vLLM {manifest.release} has no place for it"
     on = [m for m in modules if m.group not in disabled]
     if not on:
-        return Expectation(hook, 0, f"group {modules[0].group} is off: {disabled[modules[0].group]}")
-    reasons = [_unused(module.name, facts) for module in on]
-    reason = reasons[0] if all(reasons) else _no_occasion(hook.name, disabled, facts)
-    return Expectation(hook, 0, reason) if reason else Expectation(hook, _at_least(hook.name, facts))
+        return 0, f"group {modules[0].group} is off: {disabled[modules[0].group]}"
+    reasons = [_unused(module.name, saw) for module in on]
+    reason = reasons[0] if all(reasons) else _no_occasion(hook, disabled, saw)
+    if reason:
+        return 0, reason
+    # The engine's own count, if it has one.
+    counts = dict.fromkeys(("request_added", "request_freed"), saw["requests"])
+    return {**counts, "request_preempted": saw["preemptions"] or 1}.get(hook, 1), ""
 
 
-def _unused(module: str, facts: Facts) -> str:
+def _unused(module: str, saw: Mapping[str, Any]) -> str:
     """Return why the run did not execute a module; empty if it did."""
-    v2 = V2_RUNNER in facts.runner
+    v2, are_mla = V2_RUNNER in _names(saw, "runner"), [kind["mla"] for kind in _kinds(saw)]
     if module == V1_RUNNER and v2:
         return "the V2 model runner ran"
     if module.startswith(V2_PACKAGE) and not v2:
         return "the V1 model runner ran"
-    if module.startswith(MODELS) and module not in facts.model:
+    if module.startswith(MODELS) and module not in _names(saw, "model"):
         return "the overlay does not rewrite this model's layers"
-    if ".mla" in module and not facts.mla:
+    if ".mla" in module and not any(are_mla):
         return "the model has no MLA layers"
-    if module.endswith(".attention.attention") and not facts.plain:
+    if module.endswith(".attention.attention") and all(are_mla):
         return "the model has MLA layers only"
     return ""
 
 
-def _no_occasion(hook: str, disabled: Mapping[str, str], facts: Facts) -> str:
+def _no_occasion(hook: str, disabled: Mapping[str, str], saw: Mapping[str, Any]) -> str:
     """Return why a hook in an executed module had no occasion to fire; empty if it had one."""
     if hook == "clear_row":
         return "called only by a sparse method that replaces blocks"
     if hook == FIELDS and "model_runner" in disabled:
         return f"group model_runner is off: {disabled['model_runner']}"
-    if hook == "request_preempted" and facts.preemptions == 0:
+    if hook == "request_preempted" and saw["preemptions"] == 0:
         return "no request had to be preempted"
-    if hook.startswith("kv_write_") and not facts.separate_kv_write:
+    separate = any(kind["separate_kv_write"] and not kind["mla"] for kind in _kinds(saw))
+    if hook.startswith("kv_write_") and not separate:
         return "this backend writes keys and values inside its attention"
     return ""
-
-
-def _at_least(hook: str, facts: Facts) -> int:
-    """Return how often a hook must fire: the engine's own count, if it has one."""
-    if hook in ("request_added", "request_freed"):
-        return facts.requests
-    if hook == "request_preempted":
-        return facts.preemptions or 1
-    return 1
 
 
 @dataclass(frozen=True)
@@ -267,8 +233,8 @@ class Run:
             "processes": [{**asdict(one), "roles": [role.value for role in one.roles]} for one in self.processes],
             "hooks": [
                 {
-                    "hook": result.hook.name,
-                    "role": result.hook.role.value,
+                    "hook": result.hook,
+                    "role": result.role.value,
                     "expected": result.at_least > 0,
                     "reason": result.reason or None,
                     "fired": result.fired,
@@ -279,14 +245,13 @@ class Run:
         }
 
 
-def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled: Mapping[str, str]) -> Run:
+def run_engine(model: Path | None, timeout: float, manifest: Manifest) -> Run:
     """Run the engine once.
 
     Args:
         model: A model's directory; None creates a tiny random model.
         timeout: Seconds after which the whole run is stopped.
         manifest: The overlay's manifest.
-        disabled: The groups that are off, with the reasons.
     """
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
     reports = directory / "reports"
@@ -298,22 +263,11 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     if ended.failure:
         return run
     (saw,) = ended.results()
-    facts = Facts.of(saw)
-    hooks = [_counted(expected, run.processes) for expected in expectations(manifest, disabled, facts)]
-    run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, facts))
+    hooks = expectations(manifest, saw, run.processes)
+    run = replace(run, saw=saw, hooks=hooks, unhooked=unhooked_runners(manifest, saw))
     if not has_error(check_run(run)):
         shutil.rmtree(directory)
     return run
-
-
-def _counted(expectation: Expectation, processes: list[ProcessReport]) -> Expectation:
-    hook = expectation.hook
-    fired = {
-        p.pid: min((p.counts[counter] for counter in hook.counters), default=1) if expectation.at_least else 0
-        for p in processes
-        if hook.role in p.roles
-    }
-    return replace(expectation, fired=fired)
 
 
 def check_run(run: Run) -> list[Finding]:
@@ -357,13 +311,12 @@ def _unhooked(runners: list[str]) -> Finding:
 
 
 def _missing(run: Run, result: Expectation) -> Finding:
-    hook, least = result.hook, result.at_least
     if not result.fired:
-        what = f"no {hook.role.value} process called {hook.name}"
+        what = f"no {result.role.value} process called {result.hook}"
     else:
         places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
-        times = f"{min(result.fired.values())} of at least {least} times"
-        what = f"{', '.join(places)}: {hook.name} fired {times}"
+        times = f"{min(result.fired.values())} of at least {result.at_least} times"
+        what = f"{', '.join(places)}: {result.hook} fired {times}"
     log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.ended.log}"
     return Finding(CHECK, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
 

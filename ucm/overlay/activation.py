@@ -20,14 +20,14 @@ from ucm.errors import PIP
 from ucm.logger import get_logger
 from ucm.overlay.errors import InactiveOverlayError
 from ucm.overlay.finder import check_unshared, state
-from ucm.overlay.replaced import LOADED, Replacement, overrides, replacements
+from ucm.overlay.replaced import LOADED, Replacement, replacements
 from ucm.overlay.switches import ALL, PLUGINS, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-    from ucm.overlay.manifest import Manifest, ShadowedModule
+    from ucm.overlay.manifest import Manifest
 
 #: The entry-point group that lists the packages of installed overlays.
 GROUP = "ucm.overlays"
@@ -57,14 +57,24 @@ def check_active(finder: Any, directory: str) -> None:
         get_logger(__name__).warning("[UCM.Patch] %s; a feature that needs it will be refused", replacement)
 
 
-def left_out() -> list[str]:
-    """Return the names of the installed overlays' entry points that ``VLLM_PLUGINS`` keeps vLLM from calling."""
-    return sorted({point.name for point in _left_out()})
+def left_out() -> list[metadata.EntryPoint]:
+    """Return the installed overlays' entry points that ``VLLM_PLUGINS`` keeps vLLM from calling."""
+    allowed = os.environ.get(PLUGINS)
+    if allowed is None or is_set(ALL):
+        return []
+    return [
+        point
+        for point in metadata.entry_points(group=GENERAL_PLUGINS)
+        if point.name not in allowed.split(",")
+        and point.dist is not None
+        and any(other.group == GROUP for other in point.dist.entry_points)
+    ]
 
 
-def export_plugins(missing: Iterable[str]) -> str:
-    """Return the command that adds entry points to those that vLLM calls."""
-    return f"export {PLUGINS}={','.join(filter(None, [os.environ.get(PLUGINS, ''), *missing]))}"
+def names_and_remedy(missing: Iterable[metadata.EntryPoint]) -> tuple[str, str]:
+    """Return the names of entry points, and the command that adds them to those that vLLM calls."""
+    names = sorted({point.name for point in missing})
+    return ", ".join(names), f"export {PLUGINS}={','.join(filter(None, [os.environ.get(PLUGINS, ''), *names]))}"
 
 
 def check_left_out() -> None:
@@ -74,20 +84,8 @@ def check_left_out() -> None:
         InactiveOverlayError: As `check_active`.
         SharedModuleError: As `check_active`.
     """
-    for point in _left_out():
+    for point in left_out():
         point.load()()
-
-
-def _left_out() -> list[metadata.EntryPoint]:
-    allowed = os.environ.get(PLUGINS)
-    if allowed is None or is_set(ALL):
-        return []
-    points = metadata.entry_points(group=GENERAL_PLUGINS)
-    return [point for point in points if point.name not in allowed.split(",") and _is_overlays(point)]
-
-
-def _is_overlays(point: metadata.EntryPoint) -> bool:
-    return point.dist is not None and any(other.group == GROUP for other in point.dist.entry_points)
 
 
 def boots() -> list[ModuleType]:
@@ -113,9 +111,7 @@ def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Repla
     wanted, found = list(groups), []
     for boot in [] if is_set(ALL) else boots():
         _check_in_place(boot.FINDER, boot.DIRECTORY)
-        manifest = state(boot.DIRECTORY).manifest
-        found += replacements(manifest, wanted)
-        found += overrides(manifest, wanted, kind) if kind is not None else []
+        found += replacements(state(boot.DIRECTORY).manifest, wanted, kind)
     return found
 
 
@@ -146,7 +142,7 @@ def _check_in_place(finder: Any, directory: str) -> None:
                 DISABLE,
             ],
         )
-    claimed = sorted(claims(finder, state(directory).manifest, state(directory).disabled))
+    claimed = sorted(claims(finder, state(directory).manifest))
     if claimed:
         raise InactiveOverlayError(
             "a finder in front of its own would load modules that it shadows from elsewhere",
@@ -173,40 +169,27 @@ def foreign_modules(directory: str) -> Iterator[tuple[str, str]]:
             yield name, f"{origin}, by another loader, {name_of(getattr(spec, 'loader', None))}"
 
 
-def in_front(finder: Any) -> list[Any]:
-    """Return the finders that Python asks before the overlay's."""
-    return sys.meta_path[: sys.meta_path.index(finder)] if finder in sys.meta_path else []
-
-
-def claims(
-    finder: Any, manifest: Manifest, disabled: Iterable[str], root: Path | None = None
-) -> Iterator[tuple[str, str]]:
+def claims(finder: Any, manifest: Manifest, root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield the shadowed modules that are not loaded yet and that an earlier finder would load from elsewhere.
 
     Args:
         finder: The overlay's finder.
         manifest: The overlay's manifest.
-        disabled: The groups that are off.
         root: The directory that contains the package vllm. Without it, only modules whose package is loaded are
             checked, because a finder may import a module's parent packages to find it.
     """
+    ahead = sys.meta_path[: sys.meta_path.index(finder)] if finder in sys.meta_path else []
     for name, module in manifest.modules.items():
-        path = _package_path(module, root)
-        if name in sys.modules or path is None or module.group in set(disabled):
+        package = sys.modules.get(name.rpartition(".")[0])
+        path = getattr(package, "__path__", None) if root is None else [str((root / module.path).parent)]
+        if name in sys.modules or path is None or module.group in manifest.disabled:
             continue
-        for other in in_front(finder):
+        for other in ahead:
             found = _claim(other, name, path)
             if found is not None and Path(found) != manifest.file(module):
                 yield name, f"{name_of(other)} finds {found}"
             if found is not None:
                 break
-
-
-def _package_path(module: ShadowedModule, root: Path | None) -> Any:
-    """Return the search path of a module's package; None if it is not loaded and ``root`` is not given."""
-    if root is not None:
-        return [str((root / module.path).parent)]
-    return getattr(sys.modules.get(module.name.rpartition(".")[0]), "__path__", None)
 
 
 def _claim(finder: Any, name: str, path: Any) -> str | None:

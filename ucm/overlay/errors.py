@@ -28,6 +28,10 @@ class SharedModuleError(OverlayImportError):
     """Two overlays shadow the same module."""
 
 
+class SeamMismatchError(OverlayImportError):
+    """The overlay calls hooks that are not installed."""
+
+
 class TamperedOverlayError(OverlayImportError):
     """A file of the overlay is not the one that was reviewed."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import os
 import sys
 import threading
@@ -18,17 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.errors import PIP
 from ucm.logger import get_logger
-from ucm.overlay.errors import SharedModuleError, TamperedOverlayError, UpstreamMismatchError
+from ucm.overlay.errors import SeamMismatchError, SharedModuleError, TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
-from ucm.overlay.seam import check_seam
-from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
+from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, is_set
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Sequence
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
+UPGRADE = (
+    "install the runtime that was built with this overlay: "
+    f"`{PIP} install --force-reinstall --no-deps <ucm_runtime wheel>`"
+)
 #: The running searches for vLLM's own files: thread and module.
 _searches: set[tuple[int, str]] = set()
 
@@ -39,7 +43,7 @@ class State:
     def __init__(self, directory: Path) -> None:
         self.manifest = read_manifest(directory)
         check_seam(self.manifest)
-        self.disabled = disabled_groups(self.manifest.needs)
+        self.disabled = self.manifest.disabled
         self.verbose = is_set(VERBOSE)
         for group, reason in self.disabled.items():
             get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
@@ -49,17 +53,17 @@ class State:
 
 def _say_what_is_left_out(directory: Path) -> None:
     """Warn if vLLM will not check in this process, and those that it starts, that the overlay is active."""
-    from ucm.overlay.activation import export_plugins, left_out  # noqa: PLC0415 - it imports this module, and few need it
+    from ucm.overlay.activation import left_out, names_and_remedy  # noqa: PLC0415 - it imports this module; few need it
 
-    missing = left_out()
-    if missing:
+    if missing := left_out():
+        names, remedy = names_and_remedy(missing)
         get_logger(__name__).warning(
             "[UCM.Patch] %s leaves out %s, so vLLM does not check in its processes that the overlay %s is active; only "
             "UCM's connectors and sparse methods do: %s",
             PLUGINS,
-            ", ".join(missing),
+            names,
             directory,
-            export_plugins(missing),
+            remedy,
         )
 
 
@@ -114,20 +118,21 @@ def check_unshared(finder: Any, name: str) -> None:
         SharedModuleError: Naming both overlays, and how to build them as one.
     """
     finders: list[Any] = list(sys.meta_path)
-    sharing = [other for other in finders if _is_ours(other) and name in other.modules and _shadows(other, name)]
-    if len(sharing) < 2:  # noqa: PLR2004 - two
+    known: dict[str, Manifest] = {}
+    for other in finders:
+        if _is_ours(other) and name in other.modules:
+            of = state(other.directory)
+            if of.manifest.module(name).group not in of.disabled:
+                known[other.directory] = of.manifest
+    if len(known) < 2:  # noqa: PLR2004 - two
         return
-    known = {one.distribution: state(one.directory).manifest for one in sharing}
-    owners = list(dict.fromkeys(owner for manifest in known.values() for owner in manifest.owners))
-    builder = builder_of(known.values())
-    both = f"{'+'.join(owners)}-{builder.release}"
     raise SharedModuleError(
-        f"{len(sharing)} overlays shadow {name}, but only one of them would be active",
-        [f"{distribution} {manifest.version}: {manifest.directory}" for distribution, manifest in known.items()],
+        f"{len(known)} overlays shadow {name}, but only one of them would be active",
+        [f"{manifest.distribution} {manifest.version}: {place}" for place, manifest in known.items()],
         [
             (
                 "build them as one, with the rules of each in a stated order, and install that alone: "
-                f"{builder.command('build-overlay', both)}"
+                f"{how_to_unite(known.values())}"
             ),
             f"uninstall one of them: `{PIP} uninstall {getattr(finder, 'distribution', '')}`",
             RUN_UPSTREAM,
@@ -136,21 +141,17 @@ def check_unshared(finder: Any, name: str) -> None:
     )
 
 
-def builder_of(manifests: Iterable[Manifest]) -> Manifest:
-    """Return, of overlays that should be one, the one whose builder can have the rules of all of them."""
-    return max(manifests, key=lambda manifest: manifest.built_by == TOOLS)
+def how_to_unite(manifests: Collection[Manifest]) -> str:
+    """Return how to build overlays as one, by the builder that can have the rules of all of them."""
+    builder = max(manifests, key=lambda manifest: manifest.built_by == TOOLS)
+    owners = dict.fromkeys(owner for manifest in manifests for owner in manifest.owners)
+    return builder.command("build-overlay", f"{'+'.join(owners)}-{builder.release}")
 
 
 def _is_ours(finder: Any) -> bool:
     """Return whether a finder is an overlay's; others may have attributes of the same names."""
     fields = {"modules": frozenset, "directory": str, "distribution": str}
     return all(isinstance(getattr(finder, field, None), kind) for field, kind in fields.items())
-
-
-def _shadows(finder: Any, name: str) -> bool:
-    """Return whether an overlay's finder would load a module: its group is on."""
-    known = state(finder.directory)
-    return known.manifest.module(name).group not in known.disabled
 
 
 def _upstream_spec(finder: Any, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -171,6 +172,8 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     if found == module.upstream_sha256:
         return
     project, version = installed_distribution(manifest.upstream_package)
+    stated = os.environ.get("VLLM_VERSION") if manifest.upstream_package == "vllm" else None  # as in vLLM's own builds
+    installed = f"{stated} (VLLM_VERSION)" if stated else version or "unknown (no metadata)"
     mine = f"--from <its environment> --release {manifest.named or manifest.release}+mine --accept"
     review = manifest.command("review", mine)
     raise UpstreamMismatchError(
@@ -179,7 +182,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
             f"installed file: {origin}",
             f"its sha256:     {found}",
             f"expected:       {module.upstream_sha256} ({manifest.title} {manifest.release}, {module.path})",
-            f"installed {manifest.title}: {_stated(manifest.upstream_package, version)}; overlay: {manifest.version}",
+            f"installed {manifest.title}: {installed}; overlay: {manifest.version}",
         ],
         [
             f"install the {manifest.title} that the overlay is for: {how_to_get(project, manifest)}",
@@ -234,12 +237,6 @@ def how_to_get(project: str, manifest: Manifest) -> str:
     if project == manifest.upstream_package.replace("_", "-"):
         return f"`{PIP} install {project}=={manifest.release}`"
     return f"{manifest.release}, if there is a {project} of it"
-
-
-def _stated(package: str, version: str) -> str:
-    """Return an installed version for a message; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
-    stated = os.environ.get("VLLM_VERSION") if package == "vllm" else None
-    return f"{stated} (VLLM_VERSION)" if stated else version or "unknown (no metadata)"
 
 
 class OverlayLoader(SourceFileLoader):
@@ -303,3 +300,45 @@ def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
 def unreadable(error: OSError) -> str:
     """Return the text shown in place of the hash of an unreadable file."""
     return f"unreadable ({error.strerror})"
+
+
+def missing_hooks(manifest: Manifest) -> list[str]:
+    """Return the hooks that the overlay's modules call and the installed runtime lacks."""
+    missing = []
+    for seam, called in manifest.seams.items():
+        known = _names(seam)
+        missing += [hook if seam == DEFAULT_SEAM else f"{seam}.{hook}" for hook in called if hook not in known]
+    return sorted(missing)
+
+
+def _names(seam: str) -> set[str]:
+    """Return the names in a seam's module; none if it cannot be imported."""
+    try:
+        module = importlib.import_module(seam)
+    except ImportError:
+        return set()
+    return set(getattr(module, "__all__", dir(module)))
+
+
+def how_to_complete(manifest: Manifest, missing: Sequence[str]) -> list[str]:
+    """Return what to install for missing hooks: the runtime, or the projects of other owners' seams."""
+    seams = sorted({hook.rpartition(".")[0] for hook in missing} - {""})
+    help_at = f" ({manifest.url})" if manifest.url else ""
+    of = f"the project of {manifest.publisher} that has"
+    others = [f"install {of} {seam}, in the release that this overlay needs{help_at}" for seam in seams]
+    return [*([UPGRADE] if any("." not in hook for hook in missing) else []), *others]
+
+
+def check_seam(manifest: Manifest) -> None:
+    """Refuse an overlay that needs a newer runtime, or a project that is not installed.
+
+    Raises:
+        SeamMismatchError: Naming the missing hooks, which otherwise fail in the middle of a step.
+    """
+    missing = missing_hooks(manifest)
+    if missing:
+        raise SeamMismatchError(
+            "it calls hooks that are not installed",
+            [f"hooks: {', '.join(missing)}", f"overlay: {manifest.version}, {manifest.directory}"],
+            [*how_to_complete(manifest, missing), RUN_UPSTREAM],
+        )

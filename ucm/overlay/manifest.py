@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucm.errors import PIP
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.switches import RUN_UPSTREAM
+from ucm.overlay.switches import RUN_UPSTREAM, disabled_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 #: The seam whose hooks are listed by bare name.
 DEFAULT_SEAM = "ucm.integration.vllm.hooks"
@@ -89,6 +92,11 @@ class Manifest:
     publisher: str = "UCM"
     url: str = ""
 
+    @cached_property
+    def disabled(self) -> dict[str, str]:
+        """The groups that are off in this process, each with the reason."""
+        return disabled_groups(self.needs)
+
     def command(self, name: str, arguments: str) -> str:
         """Return the command of those who built it, for a hint."""
         if self.built_by != TOOLS:
@@ -125,42 +133,22 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        modules = [
-            ShadowedModule(
-                m["name"],
-                m["path"],
-                m["group"],
-                m["upstream_sha256"],
-                m["rewritten_sha256"],
-                tuple(m["hooks"]),
-                tuple(m["processes"]),
-                {name: tuple(hooks) for name, hooks in m["changed"].items()},
-                bool(m.get("reads_beside")),
-            )
-            for m in data["modules"]
-        ]
-        called = sorted({hook for module in modules for hook in module.hooks})
-        needs = {group: tuple(others) for group, others in data["needs"].items()}
-        return Manifest(
-            directory,
-            data["release"],
-            data["version"],
-            {m.name: m for m in modules},
-            needs,
-            data.get("hooks", "all"),  # older overlays lack the key and have all hooks
-            tuple(data.get("left_out", ())),
-            data.get("distribution", "ucm-vllm-overlay"),
-            tuple(data.get("owners", ("ucm",))),
-            data.get("upstream_package", "vllm"),
-            data.get("title", "vLLM"),
-            {seam: tuple(hooks) for seam, hooks in data.get("seams", {DEFAULT_SEAM: called}).items()},
-            data.get("named", data["release"]),
-            data.get("built_by", "nox"),
-            data.get("overlay", "UCM"),
-            data.get("url", ""),
-        )
+        data = _frozen(json.loads(path.read_text(encoding="utf-8")))
+        modules = {module["name"]: _made(ShadowedModule, module) for module in data["modules"]}
+        return _made(Manifest, {**data, "directory": directory, "modules": modules, "publisher": data["overlay"]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TamperedOverlayError(
             "its manifest cannot be read", [f"{path}: {error!r}"], [REINSTALL, RUN_UPSTREAM]
         ) from error
+
+
+def _frozen(value: Any) -> Any:
+    """Return what JSON holds, with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {name: _frozen(one) for name, one in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _made(kind: type[T], data: Mapping[str, Any]) -> T:
+    """Return an object with those of the values that it has fields for."""
+    return kind(**{name: value for name, value in data.items() if name in kind.__annotations__})

@@ -79,41 +79,30 @@ def note(module: ShadowedModule, namespace: dict[str, Any], code: CodeType) -> N
         found[qualified] = Definition(thing, codes if _leads_to(thing, codes) else (), hooks)
 
 
-def replacements(manifest: Manifest, groups: Iterable[str]) -> list[Replacement]:
-    """Return the overlay's functions and classes that other packages have replaced in this process."""
-    found = []
-    for module in _of_groups(manifest, groups):
-        namespace = vars(sys.modules.get(module.name, object))
-        for qualified, definition in LOADED.get(module.name, {}).items():
-            holder = _member(namespace, qualified.rpartition(".")[0])
-            thing = _member(namespace, qualified)
-            if namespace.get("__name__") == module.name and not _is_ours(thing, definition, holder, qualified):
-                found.append(_replacement(module, qualified, thing))
-    return found
-
-
-def overrides(manifest: Manifest, groups: Iterable[str], kind: type) -> list[Replacement]:
-    """Return the methods of rewritten classes that a derived class overrides without calling them.
+def replacements(manifest: Manifest, groups: Iterable[str], kind: type | None = None) -> list[Replacement]:
+    """Return the overlay's functions and classes that other packages have replaced in this process.
 
     Args:
         manifest: The overlay's manifest.
         groups: The groups of modules to check.
-        kind: The class in use, for instance the scheduler's.
+        kind: The class in use, for instance the scheduler's: it may override methods without calling them.
     """
-    found = []
-    for module in _of_groups(manifest, groups):
-        for qualified, definition in LOADED.get(module.name, {}).items():
+    wanted, found = set(groups), []
+    for module in manifest.modules.values():
+        namespace = vars(sys.modules.get(module.name, object))
+        for qualified, definition in LOADED.get(module.name, {}).items() if module.group in wanted else ():
             owner, _, name = qualified.rpartition(".")
-            if any((base.__module__, base.__qualname__) == (module.name, owner) for base in kind.__mro__):
-                thing = _inherited(kind, name)
-                if not _is_ours(thing, definition, kind, qualified):
-                    found.append(_replacement(module, qualified, thing))
+            seen: list[tuple[Any, Any]] = []  # what has the name now, and its class
+            if namespace.get("__name__") == module.name:
+                seen.append((_member(namespace, qualified), _member(namespace, owner)))
+            if kind and any((base.__module__, base.__qualname__) == (module.name, owner) for base in kind.__mro__):
+                seen.append((_inherited(kind, name), kind))
+            found += [
+                _replacement(module, qualified, thing)
+                for thing, holder in seen
+                if not _is_ours(thing, definition, holder, qualified)
+            ]
     return found
-
-
-def _of_groups(manifest: Manifest, groups: Iterable[str]) -> Iterator[ShadowedModule]:
-    wanted = set(groups)
-    return (module for module in manifest.modules.values() if module.group in wanted)
 
 
 def _is_ours(thing: Any, definition: Definition, holder: Any, qualified: str) -> bool:

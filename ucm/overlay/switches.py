@@ -20,10 +20,9 @@ PLUGINS = "VLLM_PLUGINS"
 OFF = frozenset({"", "0", "false", "no", "off"})
 
 
-def is_set(variable: str, environ: Mapping[str, str] | None = None) -> bool:
+def is_set(variable: str) -> bool:
     """Return whether a switch is on: set to anything but an empty string, 0, false, no or off."""
-    value = (os.environ if environ is None else environ).get(variable, "")
-    return value.strip().lower() not in OFF
+    return os.environ.get(variable, "").strip().lower() not in OFF
 
 
 def variable_of(group: str) -> str:
@@ -31,17 +30,16 @@ def variable_of(group: str) -> str:
     return f"UCM_DISABLE_{group.upper()}_PATCH"
 
 
-def disabled_groups(needs: Mapping[str, tuple[str, ...]], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def disabled_groups(needs: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Return the groups that are off, each with the reason.
 
     Args:
         needs: For each group, the groups that it relies on, possibly of another package's overlay.
-        environ: The environment; the process's own by default.
     """
-    if is_set(ALL, environ):
+    if is_set(ALL):
         return dict.fromkeys(needs, f"{ALL} is set")
     known = dict.fromkeys([*needs, *(other for others in needs.values() for other in others)])
-    off = {group: f"{variable_of(group)} is set" for group in known if is_set(variable_of(group), environ)}
+    off = {group: f"{variable_of(group)} is set" for group in known if is_set(variable_of(group))}
     changed = True
     while changed:
         changed = False

@@ -301,10 +301,11 @@ def measure(plan: dict[str, Any]) -> dict[str, tuple[float, float, str]]:
             many bytes each; ``rounds``.
     """
     from ucm.config.load import read_store_settings  # noqa: PLC0415 - engines measure nothing
-    from ucm.store.bench import Workload, bench, beside, for_bench  # noqa: PLC0415 - likewise
+    from ucm.store.bench import Figures, Workload, bench, beside, for_bench  # noqa: PLC0415 - likewise
 
     config = for_bench(read_store_settings(Path(plan["tier"])).as_store_config())
-    figures = bench(config, Workload(plan["blocks"], SLICES, plan["block"] // SLICES, plan["rounds"]))
+    figures = Figures(Workload(plan["blocks"], SLICES, plan["block"] // SLICES, plan["rounds"]))
+    bench(config, figures)
     moved = {one: plain for one, plain in beside(config).items() if one != "staged" and one in figures.seconds}
     return {one: (figures.rate(one)[1], figures.rate(plain)[1], plain) for one, plain in moved.items()}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.engine_process import FAILED, TIMED_OUT, Ended, connector, prepare_model, run_child
 from ucm.integration.vllm.sparse.config import KEY
-from ucm.prove.arguments import engine_arguments, full_budget, pool_size
+from ucm.prove.command import engine_arguments, full_budget, pool_size
 from ucm.prove.engine import SLICES
 from ucm.prove.judge import Noise, Phase, Row, Verdict, judge, measure_noise
 from ucm.prove.store import proof_store
@@ -23,7 +23,7 @@ from ucm.store.config import OURS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ucm.prove.arguments import Request
+    from ucm.prove.command import Request
     from ucm.prove.store import ProofStore
 
     RunChild = Callable[[str, Path, Mapping[str, Any], float, Mapping[str, str] | None], Ended]
@@ -222,8 +222,9 @@ def why(lines: Sequence[str]) -> str:
         refused = _REFUSED.search(line)
         if refused:
             what = next(text for text in reversed(refused.groups()) if text)
-            further = [_after_prefix(one) for one in lines[number + 1 : number + 3]]
-            return " ".join(["UCM refused:", what, *(one for one in further if one.startswith(("where:", "to do:")))])
+            # vLLM prints a prefix before each line of a process.
+            further = [re.search(r"(where:|to do:) .*$", one) for one in lines[number + 1 : number + 3]]
+            return " ".join(["UCM refused:", what, *(one[0] for one in further if one)])
     errors = [found[1] for line in lines if (found := _ERROR.search(line))]
     for line in [*errors, *lines]:
         if lacking := _MEMORY.search(line):
@@ -232,51 +233,43 @@ def why(lines: Sequence[str]) -> str:
     return f"vLLM failed: {(telling or errors or ['it printed no error'])[0 if telling else -1]}"
 
 
-def _after_prefix(line: str) -> str:
-    """Return a line without the prefix that vLLM prints before each line of a process."""
-    found = re.search(r"(where:|to do:) .*$", line)
-    return found[0] if found else ""
-
-
+@dataclass
 class _Prover:
-    """The state of one proof."""
+    """The state of one proof; see `prove`."""
 
-    def __init__(
-        self,
-        request: Request,
-        directory: Path,
-        store: ProofStore,
-        run: RunChild,
-        clock: Callable[[], float],
-        say: Callable[[str], None],
-    ) -> None:
-        self._request, self._directory, self._store = request, directory, store
-        self._run, self._clock, self._say = run, clock, say
-        self._began = clock()
-        self._runs: dict[str, EngineRun] = {}
-        self._arguments = engine_arguments(request)
-        self._notes = list(store.notes)
+    request: Request
+    directory: Path
+    store: ProofStore
+    run: RunChild
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+    runs: dict[str, EngineRun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+        self._arguments = engine_arguments(self.request)
+        self._notes = list(self.store.notes)
 
     def prove(self) -> Proof:
         try:
             self._engines()
             tiers = tuple(self._tiers())
         finally:
-            workers = [worker for run in self._runs.values() for worker in run.about.get("workers", ())]
-            self._notes += self._store.remove({group["tag"] for worker in workers for group in worker["groups"]})
-        plain = self._runs["plain"]
+            workers = [worker for run in self.runs.values() for worker in run.about.get("workers", ())]
+            self._notes += self.store.remove({group["tag"] for worker in workers for group in worker["groups"]})
+        plain = self.runs["plain"]
         noise = measure_noise(plain.phases, str(plain.about.get("dtype")))
-        wanted = (*ROWS, *(SPARSE_ROWS if self._request.sparse else ()))
+        wanted = (*ROWS, *(SPARSE_ROWS if self.request.sparse else ()))
         rows = tuple(self._row(*row, noise=noise) for row in wanted)
         self._note_conditions(rows)
         return Proof(
-            self._request,
+            self.request,
             rows,
             noise,
-            self._runs,
+            self.runs,
             tiers,
             tuple(dict.fromkeys(self._notes)),
-            self._clock() - self._began,
+            self.clock() - self._began,
         )
 
     def _engines(self) -> None:
@@ -287,48 +280,48 @@ class _Prover:
         longest = arguments["max_model_len"]
         if groups:
             arguments.setdefault("num_gpu_blocks_override", pool_size(plain.prompts, groups, longest))
-        transfer = {"kv_transfer_config": connector(self._store.extra)}
+        transfer = {"kv_transfer_config": connector(self.store.extra)}
         first = self._engine("first", FIRST_PHASES, arguments | transfer, FIRST_SHARE)
         if first.phases:
-            share = RESTART_SHARE if self._request.sparse else 1.0
+            share = RESTART_SHARE if self.request.sparse else 1.0
             self._engine("restart", RESTART_PHASES, arguments | transfer, share)
-        if self._request.sparse:
-            name, options = self._request.sparse
-            section = {"pipeline": "Posix", "directories": [str(self._directory / "offloaded")]}
+        if self.request.sparse:
+            name, options = self.request.sparse
+            section = {"pipeline": "Posix", "directories": [str(self.directory / "offloaded")]}
             method = {name: full_budget(name, options, longest, section)}
             self._engine(SPARSE, SPARSE_PHASES, {**arguments, "additional_config": {KEY: method}}, 1.0)
 
     def _left(self) -> float:
-        return 60 * self._request.minutes - (self._clock() - self._began)
+        return 60 * self.request.minutes - (self.clock() - self._began)
 
     def _engine(
         self, name: str, phases: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], share: float
     ) -> EngineRun:
         """Run one engine within a share of the remaining time."""
-        found = self._runs[name] = EngineRun()
+        found = self.runs[name] = EngineRun()
         seconds = (self._left() - FOR_TIERS) * share
         if seconds < LEAST:
             found.reason = "no time was left: give more --minutes"
             return found
-        self._say(f"ucm: {_ENGINES.get(name, name)}, at most {seconds:.0f} s …")
-        directory = self._directory / name.replace(" ", "-").replace(",", "")
+        self.say(f"ucm: {_ENGINES.get(name, name)}, at most {seconds:.0f} s …")
+        directory = self.directory / name.replace(" ", "-").replace(",", "")
         directory.mkdir()
         plan = {
-            **prepare_model(self._request.model, directory),
+            **prepare_model(self.request.model, directory),
             "engine": arguments,
             "phases": phases,
-            "prompts": None if name == "plain" else self._runs["plain"].prompts,
-            "longest": self._request.longest,
+            "prompts": None if name == "plain" else self.runs["plain"].prompts,
+            "longest": self.request.longest,
             "sparse": name == SPARSE,
-            "engines": len(_ENGINES) - (self._request.sparse is None),
+            "engines": len(_ENGINES) - (self.request.sparse is None),
             "seconds": self._left() - FOR_TIERS,
         }
         ended = Ended(FAILED, directory)
         try:
-            ended = self._run(ENGINE, directory, plan, seconds, ENVIRONMENT)
+            ended = self.run(ENGINE, directory, plan, seconds, ENVIRONMENT)
         finally:  # what it stored on servers is deleted even if it was interrupted
             found.read(ended)
-            self._store.namespaces |= {match[1] for line in ended.lines if (match := _NAMESPACE.search(line))}
+            self.store.namespaces |= {match[1] for line in ended.lines if (match := _NAMESPACE.search(line))}
         if ended.outcome == TIMED_OUT:
             found.reason = f"it did not fit into the {seconds:.0f} s that it had: give more --minutes"
         elif ended.failure:
@@ -338,28 +331,27 @@ class _Prover:
     def _row(
         self, name: str, engine: str, phase: str, references: Sequence[str], must_hit: bool, *, noise: Noise
     ) -> Row:
-        plain, run = self._runs["plain"], self._runs.get(engine, EngineRun())
+        plain, run = self.runs["plain"], self.runs.get(engine, EngineRun())
         known = [plain.phases[one] for one in references if one in plain.phases]
-        if phase not in run.phases:
+        found, alone, reason = run.phases.get(phase), not phase.startswith("crowd"), ""
+        if found is None:
             reason = run.reason or (plain.reason and f"the engine without UCM: {plain.reason}")
-            return Row(name, Verdict.NOT_JUDGED, reason=reason or self._runs["first"].reason)
+            return Row(name, Verdict.NOT_JUDGED, reason=reason or self.runs["first"].reason)
         if not known:
-            return Row(
-                name, Verdict.NOT_JUDGED, reason=f"the engine without UCM: {plain.reason}", phase=run.phases[phase]
-            )
-        if engine == SPARSE and (reason := _not_full(run)):
-            return Row(name, Verdict.NOT_JUDGED, reason=reason, phase=run.phases[phase])
-        alone = not phase.startswith("crowd")
-        own = None if alone else max(one.cached for one in known)
-        if must_hit and not _has_loaded(run.phases[phase], own):
-            return Row(name, Verdict.NOT_JUDGED, reason="nothing was loaded from the store", phase=run.phases[phase])
+            reason = f"the engine without UCM: {plain.reason}"
+        elif engine == SPARSE:
+            reason = _not_full(run)
+        elif must_hit and not _has_loaded(found, None if alone else max(one.cached for one in known)):
+            reason = "nothing was loaded from the store"
+        if reason:
+            return Row(name, Verdict.NOT_JUDGED, reason=reason, phase=found)
         exact = alone and run.way == plain.way and engine != SPARSE
         if alone and run.way != plain.way and engine != SPARSE:
             self._notes.append(
                 "the engines with UCM compute in another way than the one without it (see what ran), so that requests "
                 "one at a time were judged like batches"
             )
-        return judge(name, run.phases[phase], known, noise, exact=exact)
+        return judge(name, found, known, noise, exact=exact)
 
     def _note_conditions(self, rows: Sequence[Row]) -> None:
         """Note which of the conditions that a proof wants to force did not occur."""
@@ -377,9 +369,9 @@ class _Prover:
 
     def _tiers(self) -> list[Speed]:
         """Measure each tier of the pipeline alone, with blocks of the model's size."""
-        workers = [worker for run in self._runs.values() for worker in run.about.get("workers", ())]
+        workers = [worker for run in self.runs.values() for worker in run.about.get("workers", ())]
         nbytes = max((group["bytes"] for worker in workers for group in worker["groups"]), default=0) // SLICES * SLICES
-        return [speed for tier in self._store.config.parts for speed in self._tier(tier, nbytes)]
+        return [speed for tier in self.store.config.parts for speed in self._tier(tier, nbytes)]
 
     def _tier(self, tier: str, nbytes: int) -> list[Speed]:
         seconds = self._left()
@@ -389,14 +381,14 @@ class _Prover:
             return [Speed(tier, reason="no engine said how large a block is")]
         if seconds < 1:
             return [Speed(tier, reason="no time was left: give more --minutes")]
-        directory = self._directory / f"tier-{tier}"
+        directory = self.directory / f"tier-{tier}"
         directory.mkdir()
         file = directory / "ucm_config.yaml"
-        file.write_text(json.dumps({"store": self._store.section(tier)}), encoding="utf-8")
-        self._say(f"ucm: the tier {tier}, at most {seconds:.0f} s …")
+        file.write_text(json.dumps({"store": self.store.section(tier)}), encoding="utf-8")
+        self.say(f"ucm: the tier {tier}, at most {seconds:.0f} s …")
         blocks = max(4, min(TIER_BLOCKS, TIER_BYTES // nbytes))
         plan = {"tier": str(file), "block": nbytes, "blocks": blocks, "rounds": TIER_ROUNDS}
-        ended = self._run(ENGINE, directory, plan, seconds, {})
+        ended = self.run(ENGINE, directory, plan, seconds, {})
         if ended.outcome == TIMED_OUT:
             return [Speed(tier, reason=f"it was not measured within {seconds:.0f} s: give more --minutes")]
         if ended.failure:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.store.places import opened_server
 from ucm.config.document import FILE_KEY
 from ucm.config.load import check_connector_config
-from ucm.config.settings import DRAM, POSIX
+from ucm.config.settings import DRAM, LOCAL, ONLY_WITH, POSIX
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.config import OURS
-from ucm.store.factory import is_on_servers, open_tier
+from ucm.store.factory import is_on_servers
 from ucm.store.format import namespace_digest
-from ucm.store.remote.tiers import RemoteTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,11 +57,7 @@ class ProofStore:
         """Return a ``store`` section with one tier of the pipeline alone."""
         section = dict(self.extra["store"])
         tiers = {name: options for name, options in section.get("tiers", {}).items() if name == tier}
-        kept = {
-            name: value
-            for name, value in section.items()
-            if (name not in _ONLY_POSIX or tier in POSIX) and (not name.startswith("dram_") or tier in DRAM)
-        }
+        kept = {name: value for name, value in section.items() if tier in ONLY_WITH.get(name, {tier})}
         return {**kept, "pipeline": tier, **({"tiers": tiers} if tiers else {})}
 
     def remove(self, tags: Iterable[str]) -> list[str]:
@@ -85,21 +80,12 @@ class ProofStore:
                 left.append(f"blocks of this run may be left on {name}: no engine said under which namespace")
                 continue
             try:
-                _remove_values(self.config, name, digests)
+                with opened_server(self.config, name) as tier:
+                    for value in [value for value in tier.stored() if value.digest in digests]:
+                        tier.discard(value)
             except StoreError as error:
                 left.append(f"blocks of this run may be left on {name}: {error}")
         return left
-
-
-_ONLY_POSIX = frozenset({"directories", "posix_capacity", "fsync", "direct_io"})
-
-
-def _remove_values(config: StoreConfig, name: str, digests: set[str]) -> None:
-    tier = open_tier(config, name)
-    with closing(tier):
-        if isinstance(tier, RemoteTier):
-            for value in [value for value in tier.stored() if value.digest in digests]:
-                tier.discard(value)
 
 
 def proof_store(file: Path | None, directory: Path) -> ProofStore:
@@ -138,7 +124,7 @@ def proof_store(file: Path | None, directory: Path) -> ProofStore:
         places.append(own_memory)
     else:
         section.pop("dram_directory", None)
-    if not store.parts <= POSIX | DRAM | {"Empty"}:
+    if not store.parts <= LOCAL:
         given["weights_id"] = name
         notes.append("blocks on servers and in stores of others are named by weights_id, apart from those of engines")
     extra = {**given, "store": section, "metrics": True}

@@ -8,14 +8,13 @@ therefore be JSON text, and 0 and 1 count as booleans.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ucm.config.problems import raise_for
+from ucm.config.problems import found_or_problems, shown
 from ucm.errors import ConfigError, meant
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
@@ -58,15 +57,6 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 160
-
-
-def shown(value: object) -> str:
-    """Format a value for a message, however long or deeply nested it is."""
-    return _short.repr(value)
-
-
 Options = TypeVar("Options", bound=MethodOptions)
 
 
@@ -82,12 +72,12 @@ def parse_options(model: type[Options], name: str, given: Mapping[str, Any], sec
     Raises:
         ConfigError: For all wrong options, each with its place and the remedy.
     """
+    found, errors = None, list[ConfigError]()
     try:
-        return model.model_validate(dict(given))
+        found = model.model_validate(dict(given))
     except ValidationError as error:
         errors = [_refused(model, name, of, f"{section}.{name}") for of in error.errors()]
-    raise_for(errors)
-    raise RuntimeError("options that are refused have no error")
+    return found_or_problems(found, errors)
 
 
 def plain_options(model: type[MethodOptions], name: str, given: Mapping[str, Any]) -> dict[str, Any]:

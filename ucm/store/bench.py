@@ -14,8 +14,9 @@ import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
@@ -32,13 +33,11 @@ from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.store.base import KVStore, TaskResult
     from ucm.store.config import StoreConfig
-    from ucm.store.tier import Tier
 
-MIB = 1 << 20
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 #: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
 _FLUSH_SECONDS = 60.0
@@ -99,38 +98,25 @@ class Workload:
 
 @dataclass
 class Figures:
-    """The measured seconds of each round, and those of this process's processor time, by operation."""
+    """The measured seconds of each round, by operation."""
 
     workload: Workload
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    processor: dict[str, list[float]] = field(default_factory=dict)
     timer: Callable[[], float] = time.perf_counter
 
     def add(self, operation: str, run: Callable[[], None]) -> None:
         """Measure an operation once."""
-        began, used = self.timer(), time.process_time()
+        began = self.timer()
         run()
         self.seconds.setdefault(operation, []).append(self.timer() - began)
-        self.processor.setdefault(operation, []).append(time.process_time() - used)
 
-    def merge(self, other: Figures, side: str = "") -> None:
-        """Add the rounds of another measurement of as many bytes, its operations under names that begin with a side."""
-        for own, new in ((self.seconds, other.seconds), (self.processor, other.processor)):
-            for operation, rounds in new.items():
-                own.setdefault(f"{side}{operation}", []).extend(rounds)
+    def end_round(self) -> None:
+        """Do nothing; a derived class may add what was measured elsewhere in this round."""
 
     def rate(self, operation: str) -> tuple[float, float]:
         """Return the best and the median GB/s of an operation."""
         seconds = self.seconds[operation]
         return self.workload.nbytes / min(seconds) / 1e9, self.workload.nbytes / median(seconds) / 1e9
-
-    def processor_per_gb(self, operation: str) -> float:
-        """Return the median seconds of processor time that an operation takes for a GB."""
-        return median(self.processor[operation]) / self.workload.nbytes * 1e9
-
-    def checked(self, plain: str) -> str:
-        """Return the name of an operation on plain files with checksums; empty if it was not measured."""
-        return next((name for name in self.seconds if name.startswith(f"{plain} checked x")), "")
 
     def ratio(self, operation: str, beside: str) -> tuple[float, float]:
         """Return the speed of ``operation`` relative to ``beside``: of the best rounds, and the median over rounds."""
@@ -145,12 +131,11 @@ def beside(config: StoreConfig) -> dict[str, str]:
 
 def bench(
     config: StoreConfig,
-    workload: Workload,
+    figures: Figures,
     progress: Callable[[str], None] = lambda _: None,
-    elsewhere: Callable[[], Mapping[str, float]] = dict,
     *,
     tidy: bool = True,
-) -> Figures:
+) -> None:
     """Measure a store in a temporary namespace.
 
     Files that are written again are emptied and moved aside. When ext4 without a journal creates a file, it passes over
@@ -159,87 +144,69 @@ def bench(
     Args:
         config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's, or
             where temporary files do.
-        workload: The blocks to move.
+        figures: Says which blocks to move, and takes the seconds of ``memcpy``, ``write``, ``read hot`` and ``read
+            cold`` by one thread and, as ``… xN``, by as many threads as the store uses; of the same threads with one
+            checksum per block, as ``… checked xN``, which no store that verifies can surpass; of the store's ``save``,
+            ``load hot`` and ``load cold``; and of ``staged``, a worker's copies of blocks that were found and lie
+            verified in memory. Files in memory have no cold reads.
         progress: Called with the name of each operation before it is measured.
-        elsewhere: Called at the end of each round; returns the seconds of operations that another process measured.
         tidy: Whether to delete files and blocks at the end; if not, the next measurement is not slowed down, and the
             caller deletes the directories.
-
-    Returns:
-        The figures of ``elsewhere``; of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as
-            ``… xN``, by as many threads as the store uses; of the same threads with one checksum per block, as
-            ``… checked xN``, which no store that verifies can surpass; of the store's ``save``, ``load hot`` and
-            ``load cold``; and of ``staged``, a worker's copies of blocks that were found and lie verified in memory.
-            Files in memory have no cold reads.
 
     Raises:
         UcmError: The store cannot be opened, or a transfer failed.
     """
-    if "Posix" in config.parts:
-        roots = list(config.directories)
-    else:
-        roots = [config.dram_directory] if {"Dram", "Cache"} & set(config.parts) else [tempfile.gettempdir()]
-    namespace = f"bench-{os.getpid()}"
-    figures = Figures(workload)
     with ExitStack() as stack:
-        cleanup = stack.enter_context(ExitStack())  # runs after the store is closed, which may still write
-        store = stack.enter_context(open_store(config, namespace, workload.geometry))
-        layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
-        plain = Path(roots[0], f"bench-plain-{owner_name()}")
-        plain.mkdir(mode=DIRECTORY_MODE)
-        if tidy:
-            cleanup.callback(shutil.rmtree, plain, ignore_errors=True)
-            cleanup.callback(remove_blocks, config, namespace, workload.keys)
-        pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}}
-        slab, reader = Slab(workload.nbytes + workload.blocks * PAGE, 1), SlabReader()
-        stack.callback(reader.close)
-        stack.callback(slab.close)
-        servers = [
-            open_tier(config, name, namespace, authenticator_of(config)) for name in config.parts if is_on_servers(name)
-        ]
-        for server in servers:
-            stack.callback(server.close)
-        run = _Run(config, workload, store, plain, layouts, servers, pools)
-        if tidy:
-            cleanup.callback(run.tidy)
-        run.stage(slab, reader)
-        for number in range(workload.rounds):
+        run = _Run(config, figures.workload, stack, tidy=tidy)
+        for number in range(figures.workload.rounds):
             for operation, action in run.operations(number):
                 progress(operation)
                 figures.add(operation, action)
-            for operation, seconds in elsewhere().items():
-                figures.seconds.setdefault(operation, []).append(seconds)
-    return figures
+            figures.end_round()
 
 
 class _Run:
     """The memory, the files and the store of one benchmark."""
 
-    def __init__(
-        self,
-        config: StoreConfig,
-        workload: Workload,
-        store: KVStore,
-        plain: Path,
-        layouts: list[Layout],
-        servers: list[Tier],
-        pools: dict[int, ThreadPoolExecutor],
-    ) -> None:
-        self._config, self._workload, self._store = config, workload, store
-        self._plain, self._layouts, self._servers, self._pools = plain, layouts, servers, pools
+    def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool) -> None:
+        if "Posix" in config.parts:
+            roots = list(config.directories)
+        else:
+            roots = [config.dram_directory] if {"Dram", "Cache"} & set(config.parts) else [tempfile.gettempdir()]
+        namespace = f"bench-{os.getpid()}"
+        cleanup = stack.enter_context(ExitStack())  # runs after the store is closed, which may still write
+        self._config, self._workload, self._keys = config, workload, workload.keys
+        self._store = stack.enter_context(open_store(config, namespace, workload.geometry))
+        self._layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
+        self._plain = Path(roots[0], f"bench-plain-{owner_name()}")
+        self._plain.mkdir(mode=DIRECTORY_MODE)
         self._asides: dict[str, Path] = {}  # by root
+        if tidy:
+            cleanup.callback(shutil.rmtree, self._plain, ignore_errors=True)
+            cleanup.callback(remove_blocks, config, namespace, workload.keys)
+            cleanup.callback(self._delete_asides)
+        self._pools = {
+            n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}
+        }
+        self._servers = [
+            stack.enter_context(closing(open_tier(config, name, namespace, authenticator_of(config))))
+            for name in config.parts
+            if is_on_servers(name)
+        ]
         # Aligned, as a KV cache is: see `aligned_buffer`.
         self._source, self._target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
         self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
         self._target.fill(0)
-        self._keys = workload.keys
         self._saves, self._loads = workload.transfers(self._source), workload.transfers(self._target)
-        self._copy: Callable[[], None] = lambda: None
         self._from, self._into = workload.rows(self._source), workload.rows(self._target)
+        self._copy = self._staged(stack)
 
-    def stage(self, slab: Slab, reader: SlabReader) -> None:
-        """Bring every block into a slab, as the scheduler process does with blocks that it finds."""
+    def _staged(self, stack: ExitStack) -> Callable[[], None]:
+        """Bring every block into a slab, as the scheduler process does; return what copies them as a worker does."""
         geometry = self._workload.geometry
+        slab, reader = Slab(self._workload.nbytes + self._workload.blocks * PAGE, 1), SlabReader()
+        stack.callback(reader.close)
+        stack.callback(slab.close)
         slab.lay_out(geometry.nbytes)
         reader.attach(slab.address, 0, {})
         places = []
@@ -252,20 +219,21 @@ class _Run:
             slab.filled(row, "")
             places.append(slab.offset(row))
         names, scattered = [""] * len(places), self._workload.scattered(self._target)
-        self._copy = lambda: _raise_failure(reader.load(scattered, places, names).wait())
+        return lambda: _raise_failure(reader.load(scattered, places, names).wait())
 
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
         loads, saves = self._config.load_threads, self._config.save_threads
+        save, load = (partial(call, self._store, of) for call, of in ((save_all, self._saves), (load_all, self._loads)))
         yield "memcpy", lambda: np.copyto(self._target, self._source)
         self._target.fill(0)
         yield "staged", self._copy
-        self._verify()
+        verify(self._source, self._target)
         writes: list[tuple[str, Callable[[], None]]] = [
             ("write", lambda: self._each(self._write)),
             (f"write x{saves}", lambda: self._each(self._write, saves)),
             (f"write checked x{saves}", lambda: self._each(self._write_checked, saves)),
-            ("save", self._save),
+            ("save", save),
         ]
         self._delete(stored=True)
         # Alternate the order, because the first one finds the disk idle.
@@ -277,19 +245,19 @@ class _Run:
             ("read", lambda: self._each(self._read)),
             (f"read x{loads}", lambda: self._each(self._read, loads)),
             (f"read checked x{loads}", lambda: self._each(self._read_checked, loads)),
-            ("load", self._load),
+            ("load", load),
         ]
         # The first read of a file after it was written costs more than later ones: the kernel moves its pages.
         self._each(self._read)
         self._target.fill(0)
-        self._load()
-        self._verify()
+        load()
+        verify(self._source, self._target)
         self._store.flush(_FLUSH_SECONDS)
         for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
             yield f"{operation[:4]} hot{operation[4:]}", action
         if self._config.pipeline == "Posix":
             for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
-                self._drop()
+                drop_from_cache(self._files(stored=True))
                 yield f"{operation[:4]} cold{operation[4:]}", action
 
     def _each(self, action: Callable[[int], None], threads: int = 0) -> None:
@@ -316,22 +284,14 @@ class _Run:
         self._read(number)
         checksum(self._into[number])
 
-    def _save(self) -> None:
-        save_all(self._store, self._saves)
-
-    def _load(self) -> None:
-        load_all(self._store, self._loads)
-
-    def _verify(self) -> None:
-        verify(self._source, self._target)
-
     def _files(self, *, stored: bool) -> list[Path]:
         blocks = [Path(layout.block(key)) for layout in self._layouts for key in self._keys] if stored else []
         return [path for path in [*self._plain.iterdir(), *blocks] if path.exists()]
 
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
-            set_aside(path, self._aside(path))
+            os.truncate(path, 0)
+            path.rename(self._aside(path) / uuid.uuid4().hex)
         for layout in self._layouts if stored else ():
             delete_blocks(layout, self._keys)
         for tier in self._servers if stored else ():
@@ -347,13 +307,10 @@ class _Run:
             self._asides[root].mkdir(mode=DIRECTORY_MODE)
         return self._asides[root]
 
-    def tidy(self) -> None:
+    def _delete_asides(self) -> None:
         """Delete the files that were moved aside."""
         for aside in self._asides.values():
             shutil.rmtree(aside, ignore_errors=True)
-
-    def _drop(self) -> None:
-        drop_from_cache(self._files(stored=True))
 
 
 def save_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:
@@ -388,12 +345,6 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-
-
-def set_aside(path: Path, into: Path) -> None:
-    """Empty a file and move it to a directory of the same file system, where no name is taken; see `bench`."""
-    os.truncate(path, 0)
-    path.rename(into / uuid.uuid4().hex)
 
 
 def for_bench(config: StoreConfig) -> StoreConfig:

@@ -20,8 +20,9 @@ import obstore
 
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.redis_values import Bare, Side
+from tests.e2e.bench.store_figures import SideFigures, measured
 from tests.ucm.store.servers import RedisServer, S3Server
-from ucm.store.bench import MIB, Figures, Workload, bench, for_bench
+from ucm.store.bench import Workload, for_bench
 from ucm.store.config import StoreConfig
 from ucm.store.remote.tiers import S3Options
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey
 
 #: Turns of two rounds each; blocks of 16 tokens, their bytes and layers, and how many are a chunk of 256 tokens.
-TURNS, BLOCKS, NBYTES, LAYERS, CHUNK = 4, 512, MIB // 8, 32, 16
+TURNS, BLOCKS, NBYTES, LAYERS, CHUNK = 4, 512, (1 << 20) // 8, 32, 16
 #: The last one is as in a KV cache in host memory, where each block's part of a layer stays a slice of its own.
 ALONE, CHUNKS, IN_PLACE = "blocks", "chunks", "chunks of small slices"
 BARE = "bare"
@@ -86,10 +87,10 @@ def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Side]], turns: 
     chunks = replace(alone, blocks=BLOCKS // CHUNK, slice_nbytes=alone.slice_nbytes * CHUNK)
     small = replace(chunks, slices=LAYERS * CHUNK, slice_nbytes=alone.slice_nbytes)
     works = {ALONE: alone, CHUNKS: chunks, IN_PLACE: small}
-    found = Figures(chunks)
+    found = SideFigures(chunks)
     for turn in range(turns):
         for side in works if turn % 2 else reversed(works):
-            found.merge(bench(config, works[side]), f"{side} ")
+            found.merge(measured(config, works[side]), f"{side} ")
             if side == CHUNKS:
                 for _ in range(alone.rounds):
                     _measure_bare(found, clients)
@@ -104,7 +105,7 @@ def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Side]], turns: 
                 yield Figure(name, 1 / ratio, "", 1 / least, rates)
 
 
-def _measure_bare(found: Figures, clients: Mapping[str, Sequence[Side]]) -> None:
+def _measure_bare(found: SideFigures, clients: Mapping[str, Sequence[Side]]) -> None:
     """Move all values once in each direction, each client in a thread of its own."""
     work = found.workload
     size = work.geometry.nbytes

@@ -21,15 +21,17 @@ from rich.table import Table
 
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.peers_install import UC_MANAGER, uc_manager_python
+from tests.e2e.bench.store_figures import SideFigures, measured
 from tests.e2e.bench.ttft_engine import EngineFailedError, TimedEngine
 from transforms.place import BUILD
-from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench
+from ucm.store.bench import Workload, beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+MIB = 1 << 20
 #: Blocks and their bytes, with as many layer slices each.
 BLOCKS, SLICES = ((64, 4 * MIB), (512, MIB // 8)), (1, 32)
 ROUNDS = 7
@@ -92,11 +94,11 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
     config = for_bench(StoreConfig(directories=(str(directory),)))
     with ExitStack() as stack:
         elsewhere = _peer(stack, root / f"{PEER} {shape}", work)
-        files = bench(config, work, elsewhere=elsewhere, tidy=False)
-        direct = bench(replace(config, direct_io=True), work, elsewhere=elsewhere, tidy=False)
+        files = measured(config, work, elsewhere, tidy=False)
+        direct = measured(replace(config, direct_io=True), work, elsewhere, tidy=False)
     with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
         in_memory = replace(config, pipeline="Dram", dram_directory=memory)
-        copies = bench(in_memory, work)
+        copies = measured(in_memory, work)
     yield from _judge(f"files, {shape}", config, files, table)
     yield from _beside_peer(f"files past the page cache, {shape}", direct, ("save", "load cold"), table)
     yield from _judge(f"memory, {shape}", in_memory, copies, table)
@@ -106,7 +108,7 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
 _OF_A_COPY, _OF_A_FILE = 0.7, 0.9
 
 
-def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iterator[Figure]:
+def _judge(what: str, config: StoreConfig, found: SideFigures, table: Table) -> Iterator[Figure]:
     detail = {name: found.rate(name)[1] for name in found.seconds}
     detail |= {f"{name}, processor s/GB": found.processor_per_gb(name) for name in found.processor}
     for operation, plain in beside(config).items():
@@ -122,7 +124,7 @@ def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iter
         yield from _to_peer(what, operation, found, detail)
 
 
-def _beside_peer(what: str, found: Figures, operations: Sequence[str], table: Table) -> Iterator[Figure]:
+def _beside_peer(what: str, found: SideFigures, operations: Sequence[str], table: Table) -> Iterator[Figure]:
     """Compare some operations with the peer's alone; plain files pass through the page cache."""
     detail = {name: found.rate(name)[1] for name in found.seconds}
     for operation in operations:
@@ -130,7 +132,7 @@ def _beside_peer(what: str, found: Figures, operations: Sequence[str], table: Ta
         yield from _to_peer(what, operation, found, detail)
 
 
-def _to_peer(what: str, operation: str, found: Figures, detail: dict[str, float]) -> Iterator[Figure]:
+def _to_peer(what: str, operation: str, found: SideFigures, detail: dict[str, float]) -> Iterator[Figure]:
     theirs = f"{PEER} {operation}"
     if theirs in detail:
         ratio = 1 / found.ratio(operation, theirs)[1]
@@ -165,11 +167,11 @@ def chunks(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> I
                 files = for_bench(StoreConfig(directories=(str(root / shape / name),)))
                 configs["files", name] = files
                 configs["memory", name] = replace(files, pipeline="Dram", dram_directory=f"{memory}/{name}")
-            found = {of: Figures(replace(works[of[1]], rounds=rounds + rounds % 2)) for of in configs}
+            found = {of: SideFigures(replace(works[of[1]], rounds=rounds + rounds % 2)) for of in configs}
             for number in range((rounds + 1) // 2):
                 for of in configs if number % 2 else reversed(configs):
                     elsewhere = peers.get(of[1], dict) if of[0] == "files" else dict
-                    once = bench(configs[of], works[of[1]], elsewhere=elsewhere, tidy=False)
+                    once = measured(configs[of], works[of[1]], elsewhere, tidy=False)
                     found[of].merge(once)
         for (medium, name), figures_ in found.items():
             yield from _judge(f"{medium}, {shape}, {name}", configs[medium, name], figures_, table)

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 import ucm
+from ucm.overlay.manifest import DEFAULT_SEAM
 
 ROOT = Path(ucm.__file__).parents[1]
 TEMPLATES = ROOT / "transforms" / "pipeline" / "templates"
@@ -93,7 +94,15 @@ def write_overlay(site: Path, version: str = f"{RELEASE}.post1") -> None:
                 "changed": {"changed": list(hooks)},
             }
         )
-    manifest = {"release": RELEASE, "version": version, "modules": modules, "needs": NEEDS}
+    called = sorted({hook for _, _, hooks in MODULES for hook in hooks})
+    about = {
+        "release": RELEASE,
+        "named": RELEASE,
+        "version": version,
+        "overlay": "UCM",
+        "seams": {DEFAULT_SEAM: called},
+    }
+    manifest = {**about, "modules": modules, "needs": NEEDS}
     (package / "manifest.json").write_text(json.dumps(manifest))
     _render(site, {"ucm_vllm_overlay.pth": "overlay.pth.j2"}, modules)
     _render(package, {name: f"package/{name}.j2" for name in ("__init__.py", "_boot.py", "_plugin.py")}, modules)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.doctor.site import RELEASE, write_vllm
-from ucm.doctor.run import Expectation, Hook, Run, check_run
+from ucm.doctor.run import Expectation, Run, check_run
 from ucm.engine_process import FINISHED, Ended, prepare_model
 from ucm.hashing.file_contents import changed_since
 from ucm.sparse.base import Role
@@ -170,14 +170,14 @@ def test_a_wrong_timeout(site: Site, seconds: str) -> None:
 
 
 def test_no_process_took_the_role() -> None:
-    nobody = Expectation(Hook("worker_init", Role.WORKER), 1)
+    nobody = Expectation("worker_init", 1)
     (found,) = check_run(Run(Ended(FINISHED, Path(), 7), 1.0, hooks=[nobody]))
     assert found.what == "no worker process called worker_init"
 
 
 def test_one_of_two_workers_is_named() -> None:
     workers = [ProcessReport(pid, f"Worker-{pid}", (Role.WORKER,), {}) for pid in (8, 9)]
-    result = Expectation(Hook("execute_begin", Role.WORKER), 1, fired={8: 3, 9: 0})
+    result = Expectation("execute_begin", 1, fired={8: 3, 9: 0})
     (found,) = check_run(Run(Ended(FINISHED, Path(), 7), 1.0, processes=workers, hooks=[result]))
     assert found.what == "Worker-9 (pid 9): execute_begin fired 0 of at least 1 times"
 

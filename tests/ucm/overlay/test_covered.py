@@ -11,7 +11,7 @@ import pytest
 
 from ucm.overlay import replaced
 from ucm.overlay.manifest import Manifest, ShadowedModule
-from ucm.overlay.replaced import note, overrides, replacements
+from ucm.overlay.replaced import note, replacements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,4 +67,4 @@ def test_an_override_that_another_overlay_rewrote(
     ours = shadowed(RUNNER, {"Runner.update": ("update_states", "finished")})
     runner, patch = load(ours), load(shadowed(PATCH, {"Own.update": hooks}))
     kind = type("Derived", (patch.Own, runner.Runner), {})
-    assert (not overrides(manifest(ours), ["model_runner"], kind)) is accepted
+    assert (not replacements(manifest(ours), ["model_runner"], kind)) is accepted

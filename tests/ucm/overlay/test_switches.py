@@ -75,8 +75,9 @@ def test_what_goes_along_is_said_with_its_reason(shared: Environment) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "No", "OFF", " 0 "])
-def test_values_that_leave_a_switch_off(shared: Environment, value: str) -> None:
-    assert not is_set("SWITCH", {"SWITCH": value})
+def test_values_that_leave_a_switch_off(shared: Environment, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCH", value)
+    assert not is_set("SWITCH")
     file = shared.origin(SCHEDULER, UCM_DISABLE_PATCHES=value, UCM_DISABLE_SCHEDULER_PATCH=value)
     assert file == shared.overlay_file(SCHEDULER)
     code = f"import ucm_vllm_overlay._plugin as p; import {SCHEDULER}; p.register()"
@@ -84,8 +85,9 @@ def test_values_that_leave_a_switch_off(shared: Environment, value: str) -> None
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes", "on", "2"])
-def test_values_that_turn_a_switch_on(shared: Environment, value: str) -> None:
-    assert is_set("SWITCH", {"SWITCH": value})
+def test_values_that_turn_a_switch_on(shared: Environment, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCH", value)
+    assert is_set("SWITCH")
     assert shared.origin(SCHEDULER, UCM_DISABLE_PATCHES=value) == shared.upstream_file(SCHEDULER)
 
 
@@ -110,12 +112,15 @@ def test_values_that_turn_a_switch_on(shared: Environment, value: str) -> None:
     ],
     ids=["none", "alone", "chain", "own-reason"],
 )
-def test_what_is_off_and_why(switches: tuple[str, ...], off: dict[str, str]) -> None:
-    assert disabled_groups(NEEDS, {f"UCM_DISABLE_{name}_PATCH": "1" for name in switches}) == off
+def test_what_is_off_and_why(switches: tuple[str, ...], off: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in switches:
+        monkeypatch.setenv(f"UCM_DISABLE_{name}_PATCH", "1")
+    assert disabled_groups(NEEDS) == off
 
 
-def test_the_main_switch_is_everyone_s_reason() -> None:
-    assert disabled_groups(NEEDS, {"UCM_DISABLE_PATCHES": "1"}) == dict.fromkeys(NEEDS, "UCM_DISABLE_PATCHES is set")
+def test_the_main_switch_is_everyone_s_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCM_DISABLE_PATCHES", "1")
+    assert disabled_groups(NEEDS) == dict.fromkeys(NEEDS, "UCM_DISABLE_PATCHES is set")
 
 
 def test_without_a_word_by_default(shared: Environment) -> None:

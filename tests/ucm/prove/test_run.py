@@ -14,7 +14,7 @@ import pytest
 from tests.ucm.prove.engines import GROUPS, PROMPTS, Engines
 from ucm.engine_process import FAILED, TIMED_OUT, Ended
 from ucm.errors import ConfigError, UcmError
-from ucm.prove.arguments import Request, full_budget, parse_sparse, pool_size
+from ucm.prove.command import Request, full_budget, parse_sparse, pool_size
 from ucm.prove.judge import Verdict
 from ucm.prove.report import as_data, render
 from ucm.prove.run import SPARSE, Proof, prove, why

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.e2e.bench.store_figures import SideFigures, measured
 from ucm.store.bench import Figures, Workload, bench, beside, for_bench
 from ucm.testing.blocks import files
 
@@ -21,7 +22,8 @@ SMALL = Workload(blocks=4, slices=3, slice_nbytes=5000, rounds=3)
 def test_every_operation_is_measured_in_every_round(config: StoreConfig, memory: str, pipeline: str) -> None:
     chosen = replace(config, pipeline=pipeline, dram_directory=memory, dram_capacity_bytes=1 << 24, load_threads=3)
     heard: list[str] = []
-    figures = bench(for_bench(chosen), SMALL, heard.append)
+    figures = SideFigures(SMALL)
+    bench(for_bench(chosen), figures, heard.append)
     expected = ["memcpy", "staged", "write", "write x2", "write checked x2", "save"]
     expected += ["read hot", "read hot x3", "read hot checked x3", "load hot"]
     if pipeline == "Posix":
@@ -48,7 +50,7 @@ def test_files_may_be_left_for_the_caller_to_delete(config: StoreConfig, memory:
     Path(memory).mkdir(parents=True, exist_ok=True)
     chosen = replace(for_bench(config), pipeline="Posix", dram_directory=memory)
     for _ in range(2):
-        bench(chosen, SMALL, tidy=False)
+        measured(chosen, SMALL, tidy=False)
     left = [path for path in Path(config.directories[0]).rglob("*") if path.is_file()]
     aside = [path for path in left if path.parent.name.startswith("bench-aside-")]
     # A round writes the blocks, and plain files three times. What the last round wrote last is in place, but the second
@@ -59,7 +61,7 @@ def test_files_may_be_left_for_the_caller_to_delete(config: StoreConfig, memory:
 
 
 def test_sides_are_merged() -> None:
-    one, other = (Figures(SMALL, {"save": [seconds]}, {"save": [seconds / 2]}) for seconds in (2.0, 4.0))
+    one, other = (SideFigures(SMALL, {"save": [seconds]}, processor={"save": [seconds / 2]}) for seconds in (2.0, 4.0))
     one.merge(other)
     one.merge(other, "chunks ")
     assert one.seconds == {"save": [2.0, 4.0], "chunks save": [4.0]}

@@ -22,7 +22,8 @@ name of a tier on servers; ``unreadable``, directories and such tiers with ``dir
 ``bare``, those without a store, and ``unmarked``, namespaces without their marker (paths).
 
 ``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
-``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
+``block_tokens``, ``units`` (``blocks`` or ``chunks``), ``silent`` (tiers that do not answer, by cause) and ``blocks``,
+each with ``key`` and ``tiers``.
 
 ``retain``, ``pin``: ``until``; ``tiers``, each with ``blocks`` (stored), ``leased`` and ``refused`` (the reasons, of
 each block that this user cannot lease); ``without``, tiers that have no leases. ``unpin``: ``tiers``, each with

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import say, say_json, table
+from ucm.commands.options import answer, table
 from ucm.commands.store.text import progress
 from ucm.config.load import read_store_settings
 from ucm.config.settings import format_size
@@ -51,20 +51,19 @@ def run(options: argparse.Namespace) -> int:
     if config.parts == ["Empty"]:
         raise UcmError("the store 'Empty' keeps nothing that could be measured", fix="name another one")
     workload = Workload(options.blocks, _SLICES, slice_nbytes, options.rounds)
+    figures = Figures(workload)
     new = "Posix" not in config.parts and not Path(config.dram_directory).exists()
     try:
         with progress("measuring", None, "steps") as bar:
-            figures = bench(config, workload, partial(_step, bar))
+            bench(config, figures, partial(_step, bar))
     finally:
         if new:
             with suppress(OSError):
                 Path(config.dram_directory, LOCK_FILE).unlink(missing_ok=True)
                 Path(config.dram_directory).rmdir()
     sample, compared = _compression(config, options, workload)
-    if options.json:
-        say_json({**_data(config, figures), **_compression_data(sample, compared)})
-    else:
-        say([*_text(config, figures), *_compression_text(sample, compared)])
+    data = {**_data(config, figures), **_compression_data(sample, compared)}
+    answer(options, data, [*_text(config, figures), *_compression_text(sample, compared)])
     return 0
 
 

@@ -26,13 +26,12 @@ def add_parser(commands: Any) -> None:
         "store", help="inspect, verify and clean a store of KV blocks", description=description
     )
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_stat(inner)
+    _add_places(_add(inner, "stat", "show how much a store holds, by namespace"))
     _add_ls(inner)
     _add_verify(inner)
-    _add_lookup(inner)
+    _add_prompt(inner, "lookup", "show which blocks of a prompt are stored, and in which tiers")
     _add_leases(inner)
     _add_moves(inner)
-    _add_drop(inner)
     _add_gc(inner)
     _add(inner, "tag", "print the tag of the cache salt that is read from standard input, for store.share_weights")
     _add_bench(inner)
@@ -71,10 +70,6 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_stat(commands: Any) -> None:
-    _add_places(_add(commands, "stat", "show how much a store holds, by namespace"))
-
-
 def _add_ls(commands: Any) -> None:
     parser = _add(commands, "ls", "list blocks, most recently used first")
     _add_places(parser)
@@ -102,16 +97,15 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--threads", type=at_least(1), default=4, metavar="N", help="read with N threads (default: 4)")
 
 
-def _add_prompt(parser: argparse.ArgumentParser) -> None:
+def _add_prompt(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    parser = _add(commands, name, what, module="prompt")
     parser.epilog = "It needs vLLM, whose model classes say what a block is. " + _EXIT_CODES
     add_deployment(parser, prompt_required=True)
     parser.add_argument(
         "--salt-file", metavar="FILE", help="FILE's first line is the cache salt of the prompt's requests"
     )
-
-
-def _add_lookup(commands: Any) -> None:
-    _add_prompt(_add(commands, "lookup", "show which blocks of a prompt are stored, and in which tiers"))
+    parser.set_defaults(action=name)
+    return parser
 
 
 def _add_leases(commands: Any) -> None:
@@ -119,32 +113,16 @@ def _add_leases(commands: Any) -> None:
         ("retain", "evict the blocks of a prompt after all others, for a time"),
         ("pin", "do not evict the blocks of a prompt, for a time"),
     ):
-        parser = _add(commands, name, what, module="lease")
-        _add_prompt(parser)
-        parser.add_argument(
+        _add_prompt(commands, name, what).add_argument(
             "--for", type=duration, required=True, dest="seconds", metavar="TIME", help="how long, for instance 12h"
         )
-        parser.set_defaults(pin=name == "pin", ends=False)
-    parser = _add(commands, "unpin", "end the leases of the blocks of a prompt, pinned or retained", module="lease")
-    _add_prompt(parser)
-    _add_from_token(parser)
-    parser.set_defaults(ends=True)
+    _add_from_token(_add_prompt(commands, "unpin", "end the leases of the blocks of a prompt, pinned or retained"))
 
 
 def _add_moves(commands: Any) -> None:
-    for name, what in (
-        ("prefetch", "copy the blocks of a prompt into the first tier, before it is asked"),
-        ("demote", "delete the blocks of a prompt from the first tier, if another one has them"),
-    ):
-        parser = _add(commands, name, what, module="move")
-        _add_prompt(parser)
-        parser.set_defaults(into=name == "prefetch")
-
-
-def _add_drop(commands: Any) -> None:
-    parser = _add(commands, "drop", "delete the blocks of a prompt from all tiers")
-    _add_prompt(parser)
-    _add_from_token(parser)
+    _add_prompt(commands, "prefetch", "copy the blocks of a prompt into the first tier, before it is asked")
+    _add_prompt(commands, "demote", "delete the blocks of a prompt from the first tier, if another one has them")
+    _add_from_token(_add_prompt(commands, "drop", "delete the blocks of a prompt from all tiers"))
 
 
 def _add_from_token(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ucm.commands.options import many, say, say_json, table
+from ucm.commands.options import answer, many, say, table
 from ucm.commands.store.places import Directory, Places, find_places
 from ucm.commands.store.text import progress
 from ucm.config.settings import format_size
@@ -46,23 +46,25 @@ _NONE, _ALL = (0, 0), (1 << 63, 0)
 _OF_KEY = 8
 
 
-#: Files, their number and their bytes, by directory, namespace and kind.
-Tallies: TypeAlias = "dict[tuple[Directory, str, str], tuple[int, int]]"
-
-
 @dataclass
 class Outcome:
-    """What was deleted, or would be."""
+    """What was deleted, or would be, as ``--json`` prints it."""
 
-    tallies: Tallies = field(default_factory=dict)
+    #: By directory, namespace and kind.
+    deleted: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     spared: int = 0  #: blocks promised to a running engine's requests, or used since they were chosen
-    failed: list[tuple[str, str]] = field(default_factory=list)  #: paths and reasons
+    failed: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, directory: Directory, layout: Layout, kind: str, nbytes: int) -> None:
         """Count one more file of a kind."""
-        of = directory, layout.namespace, kind
-        count, before = self.tallies.get(of, (0, 0))
-        self.tallies[of] = count + 1, before + nbytes
+        of = {"directory": directory.path, "tier": directory.tier, "namespace": layout.namespace, "kind": kind}
+        row = self.deleted.setdefault((directory.path, layout.namespace, kind), {**of, "count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += nbytes
+
+    def count(self, *kinds: str) -> int:
+        """Return how many there are of all kinds, or of some."""
+        return sum(row["count"] for row in self.deleted.values() if not kinds or row["kind"] in kinds)
 
 
 class Plan:
@@ -173,7 +175,7 @@ def _delete(path: str, outcome: Outcome, goes: Callable[[int], bool] = lambda _:
     except BlockingIOError:  # another process changes its time
         gone = False
     except OSError as error:
-        outcome.failed.append((path, error.strerror or str(error)))
+        outcome.failed.append({"path": path, "reason": error.strerror or str(error)})
         return False
     outcome.spared += not gone
     return gone
@@ -202,17 +204,15 @@ def run(options: argparse.Namespace) -> int:
     plan = Plan(places, options)
     with progress("looking", None, "blocks") as bar:
         outcome = plan.run(bar.update, dry=True)
-    if outcome.tallies and not options.dry_run:
+    if outcome.deleted and not options.dry_run:
         if not _may(outcome, options):
             say(["Nothing was deleted."])
             return 0
-        with progress("deleting", _count(outcome.tallies, BLOCK), "blocks") as bar:
+        with progress("deleting", outcome.count(BLOCK), "blocks") as bar:
             outcome = plan.run(bar.update, dry=False)
-    if options.json:
-        say_json(_data(outcome, dry_run=options.dry_run))
-    else:
-        say(_text(outcome, "would be deleted" if options.dry_run else "deleted"))
-        say(places.complaints())
+    lines = [*_text(outcome, "would be deleted" if options.dry_run else "deleted"), *places.complaints()]
+    rest = {"deleted": list(outcome.deleted.values()), "spared": outcome.spared, "failed": outcome.failed}
+    answer(options, {"dry_run": options.dry_run, **rest}, lines)
     return int(bool(outcome.failed or places.broken))
 
 
@@ -245,42 +245,19 @@ def _may(found: Outcome, options: argparse.Namespace) -> bool:
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 
-def _count(tallies: Tallies, *kinds: str) -> int:
-    return sum(count for (_, _, kind), (count, _) in tallies.items() if not kinds or kind in kinds)
-
-
 def _text(outcome: Outcome, what: str) -> list[str]:
-    if not outcome.tallies:
+    rows = list(outcome.deleted.values())
+    if not rows:
         lines = ["There is nothing to delete." if not outcome.failed else "Nothing was deleted."]
     else:
-        rows = [("directory", "namespace", "what", "how many", "bytes")]
-        rows += [
-            (directory.path, namespace, kind, f"{count:,}", format_size(nbytes))
-            for (directory, namespace, kind), (count, nbytes) in outcome.tallies.items()
+        cells = [("directory", "namespace", "what", "how many", "bytes")]
+        cells += [
+            (row["directory"], row["namespace"], row["kind"], f"{row['count']:,}", format_size(row["bytes"]))
+            for row in rows
         ]
-        nbytes = sum(nbytes for _, nbytes in outcome.tallies.values())
-        blocks = many(_count(outcome.tallies, BLOCK), "block", "blocks")
-        others = many(_count(outcome.tallies), "file", "files")
-        lines = [*table(rows, right=(3, 4)), "", f"{others} {what}, {blocks} among them: {format_size(nbytes)}."]
+        size = format_size(sum(row["bytes"] for row in rows))
+        files, blocks = many(outcome.count(), "file", "files"), many(outcome.count(BLOCK), "block", "blocks")
+        lines = [*table(cells, right=(3, 4)), "", f"{files} {what}, {blocks} among them: {size}."]
     if outcome.spared:
         lines.append(f"{many(outcome.spared, 'block is', 'blocks are')} in use and were kept.")
-    return [*lines, *(f"{path} could not be deleted: {reason}" for path, reason in outcome.failed)]
-
-
-def _data(outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "deleted": [
-            {
-                "directory": directory.path,
-                "tier": directory.tier,
-                "namespace": namespace,
-                "kind": kind,
-                "count": count,
-                "bytes": nbytes,
-            }
-            for (directory, namespace, kind), (count, nbytes) in outcome.tallies.items()
-        ],
-        "spared": outcome.spared,
-        "failed": [{"path": path, "reason": reason} for path, reason in outcome.failed],
-    }
+    return [*lines, *(f"{one['path']} could not be deleted: {one['reason']}" for one in outcome.failed)]

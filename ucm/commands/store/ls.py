@@ -6,8 +6,8 @@ import heapq
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucm.commands.options import say, say_json, table
-from ucm.commands.store.places import Directory, find_places
+from ucm.commands.options import answer, table
+from ucm.commands.store.places import Directory, about, find_places
 from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
@@ -65,13 +65,14 @@ def run(options: argparse.Namespace) -> int:
         shown = choose(options.limit, matching, key=_ORDERS[options.sort])
     else:
         shown = sorted(matching, key=_ORDERS[options.sort], reverse=options.reverse)
-    if options.json:
-        say_json({"blocks": [_data(one) for one in shown], "matching": blocks, "matching_bytes": nbytes})
-    else:
-        say(_text(shown))
-        shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
-        say([f"{blocks_and_bytes(blocks, nbytes)}{shorter}"])
-        say(places.complaints())
+    shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
+    lines = [*_text(shown), f"{blocks_and_bytes(blocks, nbytes)}{shorter}", *places.complaints()]
+    data = {
+        "blocks": [{**about(*one), "bytes": one.block.nbytes, "used": iso(one.block.used)} for one in shown],
+        "matching": blocks,
+        "matching_bytes": nbytes,
+    }
+    answer(options, data, lines)
     return int(bool(places.broken))
 
 
@@ -97,16 +98,3 @@ def _text(shown: list[Listed]) -> list[str]:
         rows += [(block.key.hex(), format_size(block.nbytes), ago(block.used)) for block in blocks]
         lines += [f"{path}: {namespace}", *(f"  {line}" for line in table(rows, right=(1,))), ""]
     return lines
-
-
-def _data(listed: Listed) -> dict[str, Any]:
-    directory, block = listed
-    return {
-        "directory": directory.path,
-        "tier": directory.tier,
-        "namespace": block.layout.namespace,
-        "key": block.key.hex(),
-        "path": block.path,
-        "bytes": block.nbytes,
-        "used": iso(block.used),
-    }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ucm.store.authentication import Authenticator
+    from ucm.store.inspection import StoredBlock
     from ucm.store.posix.layout import Layout
 
 
@@ -196,7 +197,13 @@ def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places
     kept = tuple(name for name in found.servers if name.lower() == options.tier)
     if not directories and not kept:
         raise UcmError(f"this store has no {options.tier} tier", where=f"--tier {options.tier}", fix="leave it out")
-    return Places(directories, patterns, found.capacities, found.config, kept)
+    return replace(found, directories=directories, servers=kept)
+
+
+def about(directory: Directory, block: StoredBlock) -> dict[str, str]:
+    """Return what ``--json`` prints of a block."""
+    at = {"directory": directory.path, "tier": directory.tier, "namespace": block.layout.namespace}
+    return {**at, "key": block.key.hex(), "path": block.path}
 
 
 @contextmanager

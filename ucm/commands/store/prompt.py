@@ -1,27 +1,68 @@
-"""The blocks of one prompt, for the commands that find, lease, move or delete them."""
+"""The commands about one prompt: ``lookup``, ``retain``, ``pin``, ``unpin``, ``prefetch``, ``demote`` and ``drop``.
+
+Each is a method of `Prompt` that returns what ``--json`` prints, and `ucm.commands.store.serve` answers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import quieten, read_prompt
-from ucm.debug import block_keys, describe
+import numpy as np
+
+from ucm.clock import SYSTEM
+from ucm.commands.options import answer, many, quieten, read_prompt, table
+from ucm.commands.store.text import iso
+from ucm.config.settings import format_size
+from ucm.debug import block_keys, describe, hit_length
+from ucm.errors import ConfigError, UcmError
+from ucm.store.base import BlockMissingError, StoreError
 from ucm.store.config import read_secret
+from ucm.store.factory import authenticator_of, back_end_class, is_tier, open_store, open_tier
+from ucm.store.posix.space import pins_beyond
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.weightless import EngineFacts, StoredGroup
     from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
+    from ucm.store.tier import Tier
+
+#: Blocks that are copied at once, as most media serve some requests sooner together than one after the other.
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class FoundBlocks:
+    """Where the blocks of a prompt are stored, of one KV-cache group.
+
+    Args:
+        stored: The group.
+        keys: The whole blocks of the prompt, in order.
+        tiers: For each tier of the pipeline whether it has each block, of all ranks.
+        present: Whether each block is stored, of all ranks, in any tier.
+        silent: The tiers that did not answer, with the causes; they have nothing.
+    """
+
+    stored: StoredGroup
+    keys: tuple[BlockKey, ...]
+    tiers: Mapping[str, Sequence[bool]]
+    present: Sequence[bool]
+    silent: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt, and what an engine would store of it.
+
+    Its methods raise a ``UcmError`` if the engine would not cache this prompt, or a tier cannot be opened.
 
     Args:
         settings: The engine's settings.
@@ -40,28 +81,286 @@ class Prompt:
         """The options of the store."""
         return self.settings.store.as_store_config()
 
-    def groups(self) -> Iterator[tuple[StoredGroup, list[BlockKey]]]:
-        """Yield each KV-cache group with the keys of the prompt's whole chunks, in order.
+    def lookup(self) -> dict[str, Any]:
+        """Show which blocks of a prompt are stored, and in which tiers."""
+        found, loaded = self._find()
+        groups = [
+            {
+                "group": one.stored.group.index,
+                "namespace": one.stored.namespace,
+                "block_tokens": one.stored.group.chunk_tokens,
+                "units": one.stored.group.stored_as,
+                "silent": dict(one.silent),
+                "blocks": [
+                    {"key": key.hex(), "tiers": [name for name, there in one.tiers.items() if there[at]]}
+                    for at, key in enumerate(one.keys)
+                ],
+            }
+            for one in found
+        ]
+        return {"tokens": len(self.token_ids), "found_tokens": loaded, "groups": groups}
 
-        Raises:
-            UcmError: The engine would not cache this prompt.
-        """
+    def retain(self, seconds: float) -> dict[str, Any]:
+        """Evict the blocks of a prompt after all others, for a time."""
+        return self._lease(seconds, pin=False)
+
+    def pin(self, seconds: float) -> dict[str, Any]:
+        """Do not evict the blocks of a prompt, for a time."""
+        return self._lease(seconds, pin=True)
+
+    def unpin(self, from_token: int = 0) -> dict[str, Any]:
+        """End the leases of the blocks of a prompt, pinned or retained."""
+        return self._by_tier(0.0, "ended", from_token=from_token)
+
+    def prefetch(self) -> dict[str, Any]:
+        """Copy the blocks of a prompt into the first tier, before it is asked."""
+        # Blocks are verified as they are read, and decompressed. All ranks' blocks are copied.
+        first, lower = self._tiers()
+        found, tokens = self._find()
+        config, authenticator = self.config, authenticator_of(self.config, of_tool=True)
+        compresses = config.tiers.get(first, {}).get("compression", "none") != "none"
+        if compresses and any(one.stored.geometry_of_all is None for one in found):
+            raise UcmError(
+                "blocks of several ranks cannot be prefetched into a tier that compresses",
+                where=f"store: tiers: {first}: compression",
+                fix="let the engine copy them as it uses them",
+            )
+        counts = dict.fromkeys(("blocks", "there", "copied"), 0)
+        failed, silent = dict[str, str](), dict[str, str]()
+        if tokens < self._hit(found, [[True] * len(one.keys) for one in found]):  # a silent tier may have the rest
+            silent = {
+                name.lower(): f"does not answer: {causes}" for one in found for name, causes in one.silent.items()
+            }
+        nbytes, moves = 0, []
+        with ExitStack() as stack:
+            for one in found:
+                stored = one.stored
+                depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
+                # Without the geometry, which may differ between ranks, a block's own header suffices to read it.
+                geometry = stored.geometry_of_all
+                for namespace in stored.ranks if depths else ():
+                    top, *others = (
+                        stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))
+                        for name in (first, *lower)
+                    )
+                    counts["blocks"] += len(depths)
+                    if (absent := _lacking(top, list(depths), failed)) is not None:
+                        nbytes += len(depths) * _nbytes(others, absent, failed)
+                        moves.append((top, others, depths, absent))
+            capacity = moves[0][0].stats().capacity_bytes if moves else None
+            if capacity is not None and nbytes > capacity:
+                raise UcmError(
+                    f"these blocks take {format_size(nbytes)}, and {first} may hold {format_size(capacity)}",
+                    where="store",
+                    fix=f"raise the capacity of {first}, or prefetch a shorter prompt",
+                )
+            threads = stack.enter_context(ThreadPoolExecutor(_THREADS))
+            for top, others, depths, absent in moves:
+                for reasons in threads.map(partial(_copy, top, others), absent):
+                    counts["copied"] += not reasons
+                    failed = reasons | failed  # the first reason says most: a damaged block is then missing
+                if (absent := _lacking(top, list(depths), failed)) is not None:
+                    counts["there"] += len(depths) - len(absent)
+                top.renew(depths)
+        # What one tier could not give, another one, or an engine, may have given.
+        return {"tier": first, "tokens": tokens, **counts, "failed": failed | silent if _lacks(counts) else silent}
+
+    def demote(self) -> dict[str, Any]:
+        """Delete the blocks of a prompt from the first tier, if another one has them."""
+        first, lower = self._tiers()
+        deleted, kept, failed = 0, 0, dict[str, str]()
+        for stored, keys in self._groups():
+            for namespace in stored.ranks if keys else ():
+                with ExitStack() as stack:
+                    top, *others = (
+                        stack.enter_context(closing(open_tier(self.config, name, namespace)))
+                        for name in (first, *lower)
+                    )
+                    tier = top
+                    try:
+                        absent = set(_absent(top, keys))
+                        there = alone = [key for key in keys if key not in absent]
+                        for tier in others:
+                            alone = _absent(tier, alone)
+                        tier = top
+                        staying = set(alone)
+                        deleted += top.drop([key for key in there if key not in staying])
+                        kept += len(alone)
+                    except StoreError as error:
+                        failed[tier.name] = error.what
+        return {"tier": first, "lower": lower, "deleted": deleted, "kept": kept, "failed": failed}
+
+    def drop(self, from_token: int = 0) -> dict[str, Any]:
+        """Delete the blocks of a prompt from all tiers."""
+        config = self.config
+        dropped, failed = dict.fromkeys(config.parts, 0), dict[str, str]()
+        for stored, meant in self._depths(from_token):
+            for namespace in stored.ranks if meant else ():
+                for name in config.parts:
+                    if not is_tier(back_end_class(name)):
+                        failed[name] = "this store cannot delete single blocks"
+                        continue
+                    try:
+                        with closing(open_tier(config, name, namespace)) as tier:
+                            dropped[name] += tier.drop(list(meant))
+                    except (ConfigError, StoreError) as error:
+                        failed[name] = str(error).splitlines()[0]
+        return {"dropped": dropped, "failed": failed}
+
+    def _groups(self) -> Iterator[tuple[StoredGroup, list[BlockKey]]]:
+        """Yield each KV-cache group with the keys of the prompt's whole chunks, in order."""
         for stored in self.facts.stored:
             yield stored, block_keys(self.facts, self.token_ids, stored.group.chunk_tokens, self.salt)
 
-    def depths(self, from_token: int = 0) -> Iterator[tuple[StoredGroup, dict[BlockKey, int]]]:
-        """Yield each KV-cache group with the depths of its chunks, except those that have one of the first tokens.
-
-        Raises:
-            UcmError: The engine would not cache this prompt.
-        """
-        for stored, keys in self.groups():
+    def _depths(self, from_token: int = 0) -> Iterator[tuple[StoredGroup, dict[BlockKey, int]]]:
+        """Yield each KV-cache group with the depths of its chunks, except those that have one of the first tokens."""
+        for stored, keys in self._groups():
             first = -(-from_token // stored.group.chunk_tokens)
             yield stored, {key: stored.group.depth(chunk) for chunk, key in enumerate(keys[first:], first)}
 
+    def _find(self) -> tuple[list[FoundBlocks], int]:
+        """Look up every block in every tier, without loading; also return how many tokens an engine would load."""
+        config, found = self.config, []
+        for stored, keys in self._groups():
+            there: Any = np.zeros((len(config.parts), len(stored.ranks), len(keys)), np.bool_)
+            silent = {}
+            for tier, name in enumerate(config.parts):
+                alone = replace(
+                    config, pipeline=name, tiers={one: of for one, of in config.tiers.items() if one == name}
+                )
+                for rank, namespace in enumerate(stored.ranks):
+                    with open_store(alone, namespace, None) as store:
+                        there[tier, rank] = store.lookup(keys)
+                        failures = [cause for stats in store.stats().values() for cause in stats.failures]
+                    if failures:
+                        silent[name] = ", ".join(failures)
+            tiers = dict(zip(config.parts, there.all(axis=1).tolist(), strict=True))
+            found.append(FoundBlocks(stored, tuple(keys), tiers, there.any(axis=0).all(axis=0).tolist(), silent))
+        return found, self._hit(found, [one.present for one in found])
 
-def given_prompt(options: argparse.Namespace) -> Prompt:
-    """Return the prompt of a command line.
+    def _hit(self, found: Sequence[FoundBlocks], present: Sequence[Sequence[bool]]) -> int:
+        """Return how many tokens an engine would load if these blocks were stored."""
+        return hit_length(self.settings, [one.stored.group for one in found], present, len(self.token_ids))
+
+    def _lease(self, seconds: float, *, pin: bool) -> dict[str, Any]:
+        """Lease the blocks.
+
+        Raises:
+            UcmError: The lease would be too long, or these pins beyond those that the prompt's salt may have.
+        """
+        longest = self.config.lease_seconds
+        if seconds > longest:
+            raise UcmError(
+                f"a lease of {seconds:g} seconds is too long: the longest has {longest:g}",
+                where="the time",
+                fix="shorten it, or raise store: lease_seconds for all engines",
+            )
+        until = SYSTEM.time() + seconds
+        if pin and "Posix" in self.config.parts:  # refuse pins that an evictor would not keep
+            blocks = {namespace: keys for stored, keys in self._groups() for namespace in stored.ranks}
+            if beyond := pins_beyond(self.config, blocks, until):
+                alone = beyond.account == beyond.salt
+                whose = beyond.salt if alone else f"{beyond.salt}, with all salts without a weight,"
+                most, held, added = map(format_size, (beyond.most, beyond.held, beyond.added))
+                beside = f"{most} beside what others have pinned; it has {held} pinned, and this adds {added}"
+                raise UcmError(
+                    f"{whose} may pin {beside}",
+                    where=beyond.root,
+                    fix="pin less, end other pins of this salt with `ucm store unpin`, or raise store: posix_capacity",
+                )
+        return {"until": iso(until), **self._by_tier(until, "leased", pin=pin)}
+
+    def _by_tier(self, until: float, done: str, *, pin: bool = False, from_token: int = 0) -> dict[str, Any]:
+        """Call ``Tier.lease`` for each tier that has leases; return its counts, and the names of the others."""
+        config = self.config
+        back_ends = {name: back_end_class(name) for name in config.parts}
+        tiers: dict[str, dict[str, Any]] = {
+            name: {"blocks": 0, done: 0, "refused": []}
+            for name, one in back_ends.items()
+            if is_tier(one) and one.leases
+        }
+        for stored, depths in self._depths(from_token):
+            for name, counts in tiers.items():
+                for namespace in stored.ranks:
+                    with closing(open_tier(config, name, namespace)) as tier:
+                        found = tier.lease(depths, until, pinned=pin)
+                    counts["blocks"] += found.stored
+                    counts[done] += found.leased
+                    counts["refused"] += map(str, found.refused)
+        return {"tiers": tiers, "without": [name for name in config.parts if name not in tiers]}
+
+    def _tiers(self) -> tuple[str, list[str]]:
+        """Return the name of the first tier and those of the others.
+
+        Raises:
+            UcmError: There are no others, or the store is not made of tiers.
+        """
+        config = self.config
+        first, *lower = config.parts
+        if not lower or not all(is_tier(back_end_class(name)) for name in config.parts):
+            raise UcmError(
+                f"the store {config.pipeline!r} has one tier",
+                where="store: pipeline",
+                fix="put a faster tier before it, for instance Dram|Posix",
+            )
+        return first, lower
+
+
+def _absent(tier: Tier, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Return the blocks that a tier does not have, in order.
+
+    Raises:
+        StoreError: It does not answer.
+    """
+    there = tier.contains(keys, tier.clock.monotonic() + tier.timeout)
+    return [key for key, has in zip(keys, there, strict=True) if not has]
+
+
+def _lacking(tier: Tier, keys: Sequence[BlockKey], failed: dict[str, str]) -> list[BlockKey] | None:
+    """Return the same; None, and why, if the tier does not answer."""
+    try:
+        return _absent(tier, keys)
+    except StoreError as error:
+        failed.setdefault(tier.name, error.what)
+        return None
+
+
+def _nbytes(tiers: Sequence[Tier], keys: Sequence[BlockKey], failed: dict[str, str]) -> int:
+    """Return the size of the first of these blocks that a tier returns, as they are alike; 0, and why, if none does."""
+    for key in keys:
+        for tier in tiers:
+            try:
+                return tier.read_file(key, tier.clock.monotonic() + tier.transfer_timeout).nbytes
+            except BlockMissingError:
+                pass
+            except StoreError as error:
+                failed.setdefault(tier.name, error.what)
+    return 0
+
+
+def _copy(top: Tier, others: Sequence[Tier], key: BlockKey) -> dict[str, str]:
+    """Copy a block from the first other tier that returns it; if none does, return why, by the tiers' names."""
+    failed = {}
+    for tier in others:
+        source = tier
+        try:
+            content = tier.read_file(key, tier.clock.monotonic() + tier.transfer_timeout)
+            source = top
+            top.put(key, [content], top.clock.monotonic() + top.transfer_timeout)
+        except StoreError as error:
+            failed[source.name] = error.what
+        else:
+            return {}
+    return failed
+
+
+def _lacks(data: dict[str, Any]) -> bool:
+    """Return whether the first tier lacks blocks of the prompt."""
+    return bool(data["there"] < data["blocks"])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command says, and print it; 1 if a tier does not answer, or not all was done that was asked.
 
     Raises:
         UcmError: The settings, the model, the prompt or the salt cannot be used.
@@ -69,4 +368,84 @@ def given_prompt(options: argparse.Namespace) -> Prompt:
     quieten()
     salt = read_secret(options.salt_file, None, "--salt-file")
     token_ids = read_prompt(options) or []
-    return Prompt(*describe(options.config, options.model, options.engine_args, of_all_ranks=True), token_ids, salt)
+    described = describe(options.config, options.model, options.engine_args)
+    act, tell = ACTIONS[options.action]
+    given = {name: value for name, value in vars(options).items() if name in {"seconds", "from_token"}}
+    data = act(Prompt(*described, token_ids, salt), **given)
+    lines, is_whole = tell(data, options.action)
+    answer(options, data, lines)
+    return int(not is_whole)
+
+
+def _found(data: dict[str, Any], _: str) -> tuple[list[str], bool]:
+    loaded, groups = data["found_tokens"], data["groups"]
+    lines = [f"An engine with an empty KV cache would load {loaded:,} of {many(data['tokens'], 'token', 'tokens')}."]
+    for one in groups:
+        blocks, size, units = one["blocks"], one["block_tokens"], one["units"]
+        lines += ["", f"{one['namespace']}: {many(len(blocks), units.removesuffix('s'), units)} of {size} tokens"]
+        rows = [(units, "tokens", "stored in", "first key")]
+        at = 0
+        for tiers, run_of in groupby(block["tiers"] for block in blocks):
+            end = at + len(list(run_of))
+            where = ", ".join(tiers) or "-"
+            rows.append((f"{at}-{end - 1}", f"{at * size}-{end * size - 1}", where, blocks[at]["key"]))
+            at = end
+        if at:
+            lines += [f"  {line}" for line in table(rows)]
+        lines += [f"  {name} does not answer: {causes}" for name, causes in one["silent"].items()]
+    return lines, not any(one["silent"] for one in groups)
+
+
+def _leased(data: dict[str, Any], action: str) -> tuple[list[str], bool]:
+    tiers, done = data["tiers"], "ended" if action == "unpin" else "leased"
+    what = {"pin": "pinned until", "retain": "retained until", "unpin": "no longer leased"}[action]
+    what, lines = f"{what} {data.get('until', '')}".rstrip(), []
+    for name, one in tiers.items():
+        rest = "; the others are only retained" if action == "pin" and one[done] < one["blocks"] else ""
+        lines.append(f"{name}: {one[done]:,} of {many(one['blocks'], 'stored block', 'stored blocks')} {what}{rest}")
+    lines += [
+        f"{name}: {many(len(one['refused']), 'block', 'blocks')} cannot be leased by this user: {one['refused'][0]}"
+        for name, one in tiers.items()
+        if one["refused"]
+    ]
+    lines += [f"{name}: no leases: what it evicts is decided elsewhere" for name in data["without"]]
+    # E.g. memory has no pins, but the disk has.
+    is_whole = all(one[done] in (0, one["blocks"]) for one in tiers.values())
+    return lines, is_whole and any(one[done] for one in tiers.values())
+
+
+def _copied(data: dict[str, Any], _: str) -> tuple[list[str], bool]:
+    tier, lacks = data["tier"], _lacks(data)
+    of_all = many(data["blocks"], "block", "blocks")
+    lines = [f"{tier}: {data['there']:,} of {of_all}, {data['copied']:,} of them copied"]
+    lines += [] if lacks else [f"An engine loads {many(data['tokens'], 'token', 'tokens')} from there."]
+    return lines + _reasons(data), not lacks and not data["failed"]
+
+
+def _demoted(data: dict[str, Any], _: str) -> tuple[list[str], bool]:
+    tier, lower = data["tier"], " or ".join(data["lower"])
+    lines = [f"{tier}: {many(data['deleted'], 'block', 'blocks')} deleted, which {lower} has"]
+    lines += [f"{tier}: {many(data['kept'], 'block', 'blocks')} kept, which no other tier has"] if data["kept"] else []
+    return lines + _reasons(data), not data["failed"]
+
+
+def _dropped(data: dict[str, Any], _: str) -> tuple[list[str], bool]:
+    deleted = {name: count for name, count in data["dropped"].items() if name not in data["failed"]}
+    lines = [f"{name}: {many(count, 'block', 'blocks')} deleted" for name, count in deleted.items()]
+    return lines + _reasons(data), not data["failed"]
+
+
+def _reasons(data: dict[str, Any]) -> list[str]:
+    return [f"{name}: {reason}" for name, reason in data["failed"].items()]
+
+
+#: Each action, and its text with whether all was done, from what it returned and its name.
+ACTIONS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any], str], tuple[list[str], bool]]]] = {
+    "lookup": (Prompt.lookup, _found),
+    "retain": (Prompt.retain, _leased),
+    "pin": (Prompt.pin, _leased),
+    "unpin": (Prompt.unpin, _leased),
+    "prefetch": (Prompt.prefetch, _copied),
+    "demote": (Prompt.demote, _demoted),
+    "drop": (Prompt.drop, _dropped),
+}

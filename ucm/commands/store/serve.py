@@ -14,15 +14,13 @@ import os
 import socket
 import stat
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ucm.commands.options import quieten, say, tokenize
-from ucm.commands.store import drop, lease, lookup, move
-from ucm.commands.store.prompt import Prompt
+from ucm.commands.store.prompt import ACTIONS, Prompt
 from ucm.debug import describe
 from ucm.errors import UcmError
 from ucm.store.config import read_secret
@@ -82,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
         raise UcmError(
             "whoever reaches this address could delete blocks", where="--listen", fix="give --token-file, or unix:PATH"
         )
-    store = Store(*describe(options.config, options.model, options.engine_args, of_all_ranks=True), options.model)
-    app = application(store, token)
+    described = describe(options.config, options.model, options.engine_args)
+    app = application(described, options.model, token)
     import uvicorn  # noqa: PLC0415 - vLLM brings it
 
     with closing(listening(options.listen)) as one:
@@ -92,53 +90,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Store:
-    """What the requests are about; its methods are the actions."""
-
-    settings: ConnectorConfig
-    facts: EngineFacts
-    model: Path
-
-    def lookup(self, body: PromptBody) -> dict[str, Any]:
-        """Show which blocks of a prompt are stored, and in which tiers."""
-        asked = self._prompt(body)
-        return lookup.data_of(asked, *lookup.find(asked))
-
-    def retain(self, body: LeaseBody) -> dict[str, Any]:
-        """Evict the blocks of a prompt after all others, for a time."""
-        return lease.lease(self._prompt(body), body.seconds, pin=False)
-
-    def pin(self, body: LeaseBody) -> dict[str, Any]:
-        """Do not evict the blocks of a prompt, for a time."""
-        return lease.lease(self._prompt(body), body.seconds, pin=True)
-
-    def unpin(self, body: EndBody) -> dict[str, Any]:
-        """End the leases of the blocks of a prompt, pinned or retained."""
-        return lease.unpin(self._prompt(body), body.from_token)
-
-    def prefetch(self, body: PromptBody) -> dict[str, Any]:
-        """Copy the blocks of a prompt into the first tier, before it is asked."""
-        return move.prefetch(self._prompt(body))
-
-    def demote(self, body: PromptBody) -> dict[str, Any]:
-        """Delete the blocks of a prompt from the first tier, if another one has them."""
-        return move.demote(self._prompt(body))
-
-    def drop(self, body: EndBody) -> dict[str, Any]:
-        """Delete the blocks of a prompt from all tiers."""
-        return drop.drop(self._prompt(body), body.from_token)
-
-    def _prompt(self, body: PromptBody) -> Prompt:
-        tokens = body.tokens if body.prompt is None else tokenize(self.model, body.prompt)
-        return Prompt(self.settings, self.facts, tokens or [], body.salt)
+#: The body of each command's request.
+BODIES: dict[str, type[PromptBody]] = {
+    **dict.fromkeys(("lookup", "prefetch", "demote"), PromptBody),
+    **dict.fromkeys(("retain", "pin"), LeaseBody),
+    **dict.fromkeys(("unpin", "drop"), EndBody),
+}
 
 
-def application(store: Store, token: str = "") -> FastAPI:
+def application(described: tuple[ConnectorConfig, EngineFacts], model: Path, token: str = "") -> FastAPI:
     """Return the application.
 
     Args:
-        store: What the requests are about.
+        described: The engines' settings, and what they would name and store.
+        model: The model's directory, whose tokenizer is used.
         token: The bearer token that every request must have; empty for none.
 
     Raises:
@@ -180,9 +145,18 @@ def application(store: Store, token: str = "") -> FastAPI:
     def unreadable(_: Request, error: OSError) -> JSONResponse:
         return JSONResponse({"error": f"the store cannot be read: {error}", "where": "", "fix": ""}, 503)
 
+    def serve(name: str) -> Callable[[PromptBody], dict[str, Any]]:
+        def answer(body: PromptBody) -> dict[str, Any]:
+            tokens = body.tokens if body.prompt is None else tokenize(model, body.prompt)
+            asked = Prompt(*described, tokens or [], body.salt)
+            return ACTIONS[name][0](asked, **body.model_dump(exclude={"prompt", "tokens", "salt"}))
+
+        answer.__annotations__["body"] = BODIES[name]
+        return answer
+
     # Plain functions: FastAPI runs them in threads, because the store waits for disks and servers.
-    for action in (store.lookup, store.retain, store.pin, store.unpin, store.prefetch, store.demote, store.drop):
-        app.post(f"/v1/{action.__name__}")(action)
+    for name, (action, _) in ACTIONS.items():
+        app.post(f"/v1/{name}", name=name, description=action.__doc__)(serve(name))
     return app
 
 

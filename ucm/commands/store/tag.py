@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ucm.commands.options import say, say_json
+from ucm.commands.options import answer
 from ucm.errors import UcmError
 from ucm.salts import tag_name, tag_of_salt
 
@@ -25,8 +25,5 @@ def run(options: argparse.Namespace) -> int:
             "there is no salt on standard input", fix="write it there, in one line: ucm store tag < salt.txt"
         )
     tag = tag_name(tag_of_salt(salt).hex())
-    if options.json:
-        say_json({"tag": tag})
-    else:
-        say([tag])
+    answer(options, {"tag": tag}, [tag])
     return 0

@@ -6,12 +6,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucm.commands.options import many, say, say_json
-from ucm.commands.store.places import Directory, Places, find_places, opened_server
+from ucm.commands.options import answer, many
+from ucm.commands.store.places import Directory, Places, about, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, progress
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError
@@ -32,103 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey
     from ucm.store.remote.tiers import RemoteTier, StoredValue
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A block to read, in a directory or on a server.
+class Item(NamedTuple):
+    """A block to read, in a directory or on a server."""
 
-    Args:
-        place: The directory, or the tier's name in the pipeline.
-        tier: ``posix``, ``dram``, ``redis``, ``mooncake`` or ``s3``.
-        namespace: Its namespace, or the digest of one that no directory names.
-        key: Its key.
-        path: Its file, or its name on the server.
-        nbytes: The length of its file or value.
-        check: Reads it and returns what is wrong with it, or None; its argument is called if the block is authentic.
-        quarantine: Takes it out of the way, and returns whether it could.
-    """
-
-    place: str
-    tier: str
-    namespace: str
-    key: BlockKey
-    path: str
-    nbytes: int
-    check: Callable[[Callable[[], object]], StoreError | None]
-    quarantine: Callable[[StoreError], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A damaged or unreadable block."""
-
-    block: Item
-    error: StoreError
-    quarantined: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lacks:
-    """The parts of a store that cannot be verified.
-
-    Args:
-        broken: Directories and tiers on servers that cannot be read.
-        bare: Directories on disk without any part of a store; directories in memory are empty after a boot.
-        unmarked: The paths of namespaces without a marker, which are not read.
-    """
-
-    broken: list[Directory]
-    bare: list[Directory]
-    unmarked: list[str]
-
-    @classmethod
-    def of(cls, places: Places, silent: list[Directory]) -> Lacks:
-        """Return the parts of some directories that cannot be verified, and ``silent``, tiers on servers."""
-        return cls([*places.broken, *silent], [one for one in places.bare() if one.tier != "dram"], places.unmarked())
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether any part cannot be verified."""
-        return bool(self.broken or self.bare or self.unmarked)
-
-    def text(self) -> list[str]:
-        """Return messages for the user."""
-        return [
-            *(one.complaint for one in self.broken),
-            *(f"{one.path} ({one.tier}): {NO_STORE}" for one in self.bare),
-            *(line for path in self.unmarked for line in about_unmarked(path)),
-        ]
-
-    def data(self) -> dict[str, Any]:
-        """Return the parts as plain data."""
-        return {
-            "unreadable": [{"directory": one.path, "tier": one.tier, "reason": one.problem} for one in self.broken],
-            "bare": [one.path for one in self.bare],
-            "unmarked": self.unmarked,
-        }
-
-
-@dataclass
-class Verdict:
-    """The result of a verification."""
-
-    blocks: int = 0
-    nbytes: int = 0
-    vanished: int = 0  #: blocks that an engine deleted between listing and reading
-    seconds: float = 0.0
-    problems: list[Problem] = field(default_factory=list)
-    silent: list[Directory] = field(default_factory=list)  #: tiers on servers that cannot be listed
-    authentic: int | None = None  #: blocks whose tags are right; None if no key was used
-    keyless: str = ""  #: why the configured key cannot be used, so that no tags were compared
-
-    @property
-    def by_cause(self) -> dict[str, int]:
-        """Return the number of problems by cause."""
-        causes = [problem.error.cause for problem in self.problems]
-        return {cause: causes.count(cause) for cause in sorted(set(causes))}
+    about: dict[str, str]  #: what ``--json`` prints of it
+    nbytes: int  #: the length of its file or value
+    check: Callable[[Callable[[], object]], StoreError | None]  #: reads it; its argument is called if it is authentic
+    quarantine: Callable[[StoreError], bool]  #: takes it out of the way, and returns whether it could
 
 
 def run(options: argparse.Namespace) -> int:
@@ -138,44 +50,93 @@ def run(options: argparse.Namespace) -> int:
         UcmError: The options match nothing.
     """
     places = find_places(options, servers=True)
-    verdict = verify(places, options.threads, options.quarantine)
-    lacks = Lacks.of(places, verdict.silent)
-    if options.json:
-        say_json({**_data(verdict), **lacks.data()})
-    else:
-        say(_text(verdict, lacks))
-    return int(bool(verdict.problems or verdict.keyless) or lacks.is_bad)
+    data, broken = verify(places, options.threads, options.quarantine)
+    lacks = bool(broken or data["bare"] or data["unmarked"])
+    answer(options, data, _text(data, broken, lacks=lacks))
+    return int(bool(data["problems"] or data["keyless"]) or lacks)
 
 
-def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
-    """Read every block."""
-    authenticator, keyless = None, ""
+def verify(places: Places, threads: int, quarantine: bool) -> tuple[dict[str, Any], list[Directory]]:
+    """Read every block; return what ``--json`` prints, and the directories and tiers on servers that cannot be read."""
     try:
-        authenticator = authenticator_of(places.config, of_tool=True)
+        authenticator, keyless = authenticator_of(places.config, of_tool=True), None
     except ConfigError as error:
-        keyless = str(error)
-    verdict = Verdict(authentic=None if authenticator is None else 0, keyless=keyless)
+        authenticator, keyless = None, str(error)
+    broken = places.broken
+
+    def opened(stack: ExitStack, name: str) -> RemoteTier | None:
+        try:
+            tier = stack.enter_context(opened_server(places.config, name, authenticator))
+            next(tier.stored(), None)
+        except (ConfigError, StoreError) as error:
+            broken.append(Directory(name.lower(), name, str(error).splitlines()[0]))
+            return None
+        return tier
+
     with ExitStack() as stack:
-        servers = {}
-        for name in places.servers:
-            try:
-                servers[name] = stack.enter_context(opened_server(places.config, name, authenticator))
-                next(servers[name].stored(), None)
-            except (ConfigError, StoreError) as error:
-                servers.pop(name, None)
-                verdict.silent.append(Directory(name.lower(), name, str(error).splitlines()[0]))
+        servers = {name: tier for name in places.servers if (tier := opened(stack, name))}
         with progress("listing", None, "blocks") as bar:
             total = sum(item.nbytes for item in _items(places, servers, authenticator) if bar.update() or True)
         began = time.perf_counter()
-        with progress("reading", total, "B") as bar, ThreadPoolExecutor(threads) as pool:
-            reader = _Reader(verdict, _items(places, servers, authenticator), bar, quarantine=quarantine)
-            try:
-                for done in [pool.submit(reader.read) for _ in range(threads)]:
-                    done.result()
-            finally:
-                reader.stopped = True
-    verdict.seconds = time.perf_counter() - began
-    return verdict
+        with progress("reading", total, "B") as bar:
+            done, problems = _read(_items(places, servers, authenticator), threads, bar, quarantine=quarantine)
+    seconds, causes = time.perf_counter() - began, [problem["cause"] for problem in problems]
+    data = {
+        **done,
+        "authentic": None if authenticator is None else done["authentic"],
+        "seconds": seconds,
+        "bytes_per_second": done["bytes"] / seconds,
+        "keyless": keyless,
+        "damaged": {cause: causes.count(cause) for cause in sorted(set(causes))},
+        "problems": problems,
+        "unreadable": [{"directory": one.path, "tier": one.tier, "reason": one.problem} for one in broken],
+        "bare": [one.path for one in places.bare() if one.tier != "dram"],  # memory is empty after a boot
+        "unmarked": places.unmarked(),
+    }
+    return data, broken
+
+
+def _read(
+    items: Iterator[Item], threads: int, bar: Any, *, quarantine: bool
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Read blocks in threads; return how many there were, and what is wrong with some."""
+    done = dict.fromkeys(("blocks", "bytes", "vanished", "authentic"), 0)
+    problems: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    def authentic() -> None:
+        with lock:
+            done["authentic"] += 1
+
+    def read() -> None:
+        while True:
+            with lock:
+                item = next(items, None)
+            if item is None:
+                return
+            error = item.check(authentic)
+            if isinstance(error, StoreUnavailableError | BlockCompressedError):
+                raise error
+            bad = isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError)
+            quarantined = bad and quarantine and error is not None and item.quarantine(error)
+            with lock:
+                bar.update(item.nbytes)
+                if isinstance(error, BlockMissingError):  # an engine deleted it between listing and reading
+                    done["vanished"] += 1
+                    continue
+                done["blocks"] += 1
+                done["bytes"] += item.nbytes
+                if error is not None:
+                    found = {"cause": error.cause, "reason": error.what, "quarantined": quarantined}
+                    problems.append({**item.about, **found})
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for one in [pool.submit(read) for _ in range(threads)]:
+                one.result()
+        finally:
+            items = iter(())
+    return done, problems
 
 
 def _items(places: Places, servers: Mapping[str, RemoteTier], authenticator: Authenticator | None) -> Iterator[Item]:
@@ -183,21 +144,19 @@ def _items(places: Places, servers: Mapping[str, RemoteTier], authenticator: Aut
     keep = places.config.quarantine_keep
     for directory, layout in places.chosen():
         for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-            yield Item(
-                *(directory.path, directory.tier, layout.namespace, block.key, block.path, block.nbytes),
-                partial(check_block, block, authenticator),
-                partial(quarantine_block, block, keep=keep),
-            )
+            quarantine = partial(quarantine_block, block, keep=keep)
+            yield Item(about(directory, block), block.nbytes, partial(check_block, block, authenticator), quarantine)
     meant, known = places.digests(), places.names()
     for name, tier in servers.items():
         for value in tier.stored():
             if meant is None or value.digest in meant:
-                namespace = known.get(value.digest, value.digest)
-                yield Item(
-                    *(name, tier.name, namespace, value.key, tier.path(value), value.nbytes),
-                    partial(tier.check, value),
-                    partial(_discard, tier, value),
-                )
+                of = {
+                    "namespace": known.get(value.digest, value.digest),
+                    "key": value.key.hex(),
+                    "path": tier.path(value),
+                }
+                check, discard = partial(tier.check, value), partial(_discard, tier, value)
+                yield Item({"directory": name, "tier": tier.name, **of}, value.nbytes, check, discard)
 
 
 def _discard(tier: RemoteTier, value: StoredValue, error: StoreError) -> bool:
@@ -210,95 +169,31 @@ def _discard(tier: RemoteTier, value: StoredValue, error: StoreError) -> bool:
     return True
 
 
-class _Reader:
-    """The state that the threads of a run share."""
-
-    def __init__(self, verdict: Verdict, items: Iterator[Item], bar: Any, *, quarantine: bool) -> None:
-        self.stopped = False
-        self._verdict = verdict
-        self._items = items
-        self._bar = bar
-        self._quarantine = quarantine
-        self._lock = threading.Lock()
-
-    def read(self) -> None:
-        """Read blocks until there are no more."""
-        while not self.stopped:
-            with self._lock:
-                item = next(self._items, None)
-            if item is None:
-                return
-            error = item.check(self._authentic)
-            if isinstance(error, StoreUnavailableError | BlockCompressedError):
-                raise error
-            bad = isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError)
-            quarantined = bad and self._quarantine and error is not None and item.quarantine(error)
-            with self._lock:
-                self._note(item, error, quarantined)
-
-    def _authentic(self) -> None:
-        with self._lock:
-            self._verdict.authentic = (self._verdict.authentic or 0) + 1
-
-    def _note(self, item: Item, error: StoreError | None, quarantined: bool) -> None:
-        self._bar.update(item.nbytes)
-        if isinstance(error, BlockMissingError):
-            self._verdict.vanished += 1
-            return
-        self._verdict.blocks += 1
-        self._verdict.nbytes += item.nbytes
-        if error is not None:
-            self._verdict.problems.append(Problem(item, error, quarantined))
-
-
-def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
-    lines = lacks.text()
-    if verdict.keyless:
+def _text(data: dict[str, Any], broken: list[Directory], *, lacks: bool) -> list[str]:
+    lines = [one.complaint for one in broken]
+    lines += [f"{path} (posix): {NO_STORE}" for path in data["bare"]]
+    lines += [line for path in data["unmarked"] for line in about_unmarked(path)]
+    if data["keyless"]:
         lines += ["No tags are compared, because the key cannot be used; only accidental changes are found:"]
-        lines += [f"  {line}" for line in verdict.keyless.splitlines()]
-    for problem in verdict.problems:
-        done = "; quarantined" if problem.quarantined else ""
-        lines += [f"{problem.error.cause}: {problem.error.what}{done}", f"  {problem.block.path}"]
-    rate = format_size(verdict.nbytes / verdict.seconds) if verdict.seconds else "0 B"
-    gone = f"; {many(verdict.vanished, 'was', 'were')} deleted meanwhile" if verdict.vanished else ""
-    lines.append(f"{blocks_and_bytes(verdict.blocks, verdict.nbytes)} read in {verdict.seconds:.1f} s, {rate}/s{gone}")
-    others = 0 if verdict.authentic is None else verdict.blocks - len(verdict.problems) - verdict.authentic
+        lines += [f"  {line}" for line in data["keyless"].splitlines()]
+    for problem in data["problems"]:
+        done = "; quarantined" if problem["quarantined"] else ""
+        lines += [f"{problem['cause']}: {problem['reason']}{done}", f"  {problem['path']}"]
+    rate, gone = format_size(data["bytes_per_second"]), data["vanished"]
+    meanwhile = f"; {many(gone, 'was', 'were')} deleted meanwhile" if gone else ""
+    read = blocks_and_bytes(data["blocks"], data["bytes"])
+    lines.append(f"{read} read in {data['seconds']:.1f} s, {rate}/s{meanwhile}")
+    others = 0 if data["authentic"] is None else data["blocks"] - len(data["problems"]) - data["authentic"]
     if others:
         whose = f"{many(others, 'block is', 'blocks are')} of another authentication key, or of none"
         lines.append(f"{whose}: only accidental changes would be found there.")
-    bad = ", ".join(f"{count:,} {cause}" for cause, count in verdict.by_cause.items())
+    bad = ", ".join(f"{count:,} {cause}" for cause, count in data["damaged"].items())
     if bad:
         return [*lines, f"Not as they should be: {bad}."]
-    if not verdict.blocks:
+    if not data["blocks"]:
         return [*lines, "Nothing was verified: there are no blocks."]
-    if verdict.keyless:
+    if data["keyless"]:
         return [*lines, "No block that was read was changed by accident; whether they are authentic is not known."]
-    if lacks.is_bad:
+    if lacks:
         return [*lines, "Every block that was read is as it was written; not all could be, see above."]
     return [*lines, "Every block is as it was written."]
-
-
-def _data(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "blocks": verdict.blocks,
-        "bytes": verdict.nbytes,
-        "seconds": verdict.seconds,
-        "bytes_per_second": verdict.nbytes / verdict.seconds if verdict.seconds else 0.0,
-        "vanished": verdict.vanished,
-        "authentic": verdict.authentic,
-        "keyless": verdict.keyless or None,
-        "damaged": verdict.by_cause,
-        "problems": [
-            {
-                "directory": problem.block.place,
-                "tier": problem.block.tier,
-                "namespace": problem.block.namespace,
-                "key": problem.block.key.hex(),
-                "path": problem.block.path,
-                "cause": problem.error.cause,
-                "reason": problem.error.what,
-                "quarantined": problem.quarantined,
-            }
-            for problem in verdict.problems
-        ],
-    }

@@ -86,11 +86,7 @@ class EngineFacts:
 
 
 def describe_engine(
-    model: Path,
-    extra_config: Mapping[str, Any],
-    engine_args: Mapping[str, Any] | None = None,
-    *,
-    of_all_ranks: bool = False,
+    model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any] | None = None
 ) -> EngineFacts:
     """Start vLLM's engine core without weights, ask the connector, and shut it down.
 
@@ -105,12 +101,6 @@ def describe_engine(
     kind = str(config.device_config.device_type)
     one = config
     if config.parallel_config.world_size > 1:
-        if not of_all_ranks:
-            raise UcmError(
-                f"this engine has {config.parallel_config.world_size} ranks, and only engines of one rank can be tried",
-                where="engine arguments",
-                fix="leave out tensor_parallel_size and pipeline_parallel_size: each rank's store works alike",
-            )
         one = _of_one_rank(config, model, extra_config, engine_args or {})
     core = _started(one)
     try:

@@ -80,6 +80,7 @@ def test_for_programs(ask: Callable[..., Answer], config: Path, prompt: Path) ->
     assert (data["tokens"], data["found_tokens"]) == (len(TOKENS), 3 * SIZE)
     (group,) = data["groups"]
     assert (group["namespace"], group["block_tokens"], group["silent"]) == (f"{NAMESPACE}/g0", SIZE, {})
+    assert group["units"] == "blocks"
     expected: list[dict[str, Any]] = [
         {"key": key.hex(), "tiers": tiers}
         for key, tiers in zip(keys(5), [["Cache", "Posix"], ["Posix"], ["Posix"], [], ["Posix"]], strict=True)

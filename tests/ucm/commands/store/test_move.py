@@ -72,7 +72,6 @@ def test_all_ranks_and_only_what_a_window_reaches(
     data = run("prefetch", "--json").data
     assert (data["blocks"], data["there"], data["copied"]) == (5, 5, 4)
     assert [held(memory, keys(3), namespace) for namespace in ranks] == [[False, False, True]] * 2
-    assert described["of_all_ranks"]
     on_disk(config, keys(3)[2], ranks[1]).unlink()
     assert run("lookup", "--json").data["groups"][1]["blocks"][2]["tiers"] == ["Cache"], "where all ranks have it"
 

@@ -50,7 +50,7 @@ def test_what_the_connector_does_not_understand(name: str, tmp_path: Path, monke
         ("store: {directories: [kv], pipelines: Posix}", "'pipelines' is not a setting"),
         ("store: {pipeline: Posix}", "needs a directory"),
         ("stores: {}", "'stores' is not a setting"),
-        ("", "needs a directory"),
+        ("", "no store is configured"),
         ("store: {pipeline: Empty}", "the store 'Empty' has no directories that this command can read"),
         ("store: {pipeline: 'a.b:C'}", "the store 'a.b:C' has no directories that this command can read"),
         ("store: {directories: ['$NOWHERE_AT_ALL/kv']}", "NOWHERE_AT_ALL is not set"),

@@ -16,7 +16,8 @@ from tests.ports import free_port
 from tests.ucm.commands.store.test_lookup import config, prompt  # noqa: F401 - fixtures
 from tests.ucm.store.keys import key_file
 from tests.ucm.test_debug import SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
-from ucm.commands.store import lookup, serve
+from ucm.commands.store import serve
+from ucm.commands.store.prompt import Prompt
 from ucm.debug import describe
 from ucm.errors import UcmError
 
@@ -33,7 +34,7 @@ def post(config: Path) -> Callable[..., httpx2.Response]:  # noqa: F811 - a fixt
     """Ask the application, without a network."""
 
     def post(action: str, body: object, token: str = "", sent: str | None = None) -> httpx2.Response:
-        app: Any = serve.application(serve.Store(*describe(config, "/m"), Path("/m")), token)
+        app: Any = serve.application(describe(config, "/m"), Path("/m"), token)
         headers = {} if sent is None else {"authorization": f"Bearer {sent}"}
 
         async def ask() -> httpx2.Response:
@@ -107,10 +108,10 @@ def test_an_error_says_what_where_and_what_to_do(
     assert "1e+06 seconds is too long" in answer.json()["error"]
     assert "lease_seconds" in answer.json()["fix"]
 
-    def find(prompt: Any) -> Any:  # noqa: F811 - the parameter's name
+    def find(self: Prompt) -> Any:
         raise PermissionError(13, "Permission denied", "/kv")
 
-    monkeypatch.setattr(lookup, "find", find)
+    monkeypatch.setattr(Prompt, "_find", find)
     answer = post("lookup", {"tokens": TOKENS})
     assert (answer.status_code, "Permission denied: '/kv'" in answer.json()["error"]) == (503, True)
 
@@ -121,7 +122,7 @@ def test_the_token_is_demanded(post: Callable[..., httpx2.Response], sent: str |
 
 
 def test_without_the_token_nothing_is_told_and_no_body_is_read(config: Path) -> None:  # noqa: F811 - a fixture
-    app: Any = serve.application(serve.Store(*describe(config, "/m"), Path("/m")), "secret")
+    app: Any = serve.application(describe(config, "/m"), Path("/m"), "secret")
     read = list[int]()
 
     async def endless() -> AsyncIterator[bytes]:
