@@ -159,11 +159,6 @@ def prompt_embeds(request: Request) -> tuple[Any, Any]:
     return embeds, mask
 
 
-def pooling_inputs(request: Request) -> Any:
-    """Return the additional inputs of a pooling request, for instance token types; None or empty for none."""
-    return optional(request, "pooling_params.extra_kwargs")
-
-
 def transfer_params(request: Request) -> Any:
     """Return what a client has sent to the connector with its request; None for nothing."""
     return getattr(request, "kv_transfer_params", None)
@@ -248,10 +243,7 @@ def block_ids_by_group(blocks: Any) -> list[list[int]]:
 
     Releases give a list of ids (0.9.0, one group), a list of lists or a tuple of lists.
     """
-    ids = blocks.get_block_ids()
-    if ids and isinstance(ids[0], int):
-        return [list(ids)]
-    return [list(group) for group in ids]
+    return _by_group(blocks.get_block_ids())
 
 
 def admitted_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[int]], int]]:
@@ -399,35 +391,10 @@ def hands_over_states() -> bool:
     return connector_abilities(KVConnectorBase_V1).fails_whole
 
 
-def zeroes_blocks(kv_cache_config: KVCacheConfig | None) -> bool:
-    """Return whether vLLM zeroes blocks of the KV cache before it hands them out."""
-    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-
-
-def is_transferred(group: Any) -> bool:
-    """Return whether connectors may move the blocks of a KV-cache group, and these lie in the KV cache's memory."""
-    return bool(getattr(group, "enable_kv_transfer", True)) and not optional(group, "host_resident")
-
-
 def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, Any]:
     """Return the ``KVCacheSpec`` of each layer; layers of a uniform type have a common one that contains theirs."""
     found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
     return found or dict.fromkeys(layer_names, spec)
-
-
-def retained_tokens(spec: Any) -> int:
-    """Return how many tokens beyond a sliding window a layer keeps."""
-    return int(getattr(spec, "extra_retained_tokens", 0))
-
-
-def replayed_tokens(spec: Any) -> int:
-    """Return how many of a hit's tokens vLLM computes again to rebuild a layer's window (from 0.32.0 on)."""
-    return int(optional(spec, "prefix_replay_tokens", 0))
-
-
-def attends_ahead(spec: Any) -> bool:
-    """Return whether prompt tokens attend to later ones, as in prefix language models."""
-    return bool(optional(spec, "non_causal"))
 
 
 def page_bytes(spec: Any) -> int | None:
@@ -658,11 +625,6 @@ def device_type(vllm_config: Any) -> str:
 def publishes_kv_events(vllm_config: VllmConfig) -> bool:
     """Return whether the engine publishes KV-cache events."""
     return bool(optional(vllm_config, "kv_events_config.enable_kv_cache_events", False))
-
-
-def can_sleep(vllm_config: VllmConfig) -> bool:
-    """Return whether the engine may free the KV cache's memory while it sleeps."""
-    return bool(optional(vllm_config, "model_config.enable_sleep_mode", False))
 
 
 def graph_mode(compilation_config: Any) -> Any:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucm.background import call_within
 from ucm.clock import SYSTEM
 from ucm.compat import hashes_are_bytes, leave_out, optional, runs_micro_batches
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.caches import LayerCaches
-from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
-from ucm.integration.vllm.blend.worker import BlendWorker
+from ucm.integration.vllm.blend.scheduler import AT_ONCE, OF_PIECES, PIECES, BlendScheduler
+from ucm.integration.vllm.blend.worker import BlendWorker, ChunkSaves
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
 from ucm.integration.vllm.connector.prefix_cache import left_alone
-from ucm.integration.vllm.connector.saving import Saver
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide, create_slab
 from ucm.integration.vllm.connector.staging import Stager
-from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.store.factory import opening_store
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
     from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
+    from ucm.integration.vllm.connector.transfer_worker import TransferWorker
     from ucm.store.base import KVStore
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
@@ -44,8 +42,6 @@ UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", 
 
 #: The part of the namespace, below the engine's, for position-free KV of chunks; exact lookups never read it.
 CHUNKS = "chunks"
-#: In a worker's record of geometries, the number of the pieces of chunks among those of KV-cache groups.
-OF_PIECES = -1
 
 
 def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
@@ -197,6 +193,7 @@ class BlendSchedulerSide(SchedulerSide):
             self._groups.groups[0].block_size,
             self._chunks,
             self.counters,
+            self.scheduler.blocks_of,
             batches=self._batches,
             loads=transfer.is_kv_consumer,
             may_save=lambda request: (
@@ -215,7 +212,7 @@ class BlendSchedulerSide(SchedulerSide):
 
     def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to fill them with."""
-        is_blended = self.blending.allocated(request, blocks, num_external_tokens)
+        is_blended = self.blending.allocated(request, num_external_tokens)
         super().allocated(request, blocks, 0 if is_blended else num_external_tokens)
         if is_blended:  # KV computed after blended KV is approximate, too
             self.scheduler.exclude(request)
@@ -232,7 +229,8 @@ class BlendSchedulerSide(SchedulerSide):
         found.slab = plan.slab and self._chunk_slab.address
         written = self.blending.written(found)
         plan.fresh_block_ids |= written
-        plan.looks |= bool(found.blends or found.saves)
+        plan.looks |= bool(found.blends)
+        plan.saves += self.blending.saves(scheduler_output)
         plan.late_saves = left_alone(plan.late_saves, written, self.counters)
         return plan
 
@@ -294,7 +292,6 @@ class BlendWorkerSide(WorkerSide):
     ) -> None:
         super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
         require_alone(vllm_config)
-        self._saver: Saver | None = None
         self._caches: LayerCaches | None = None
         self._blending: BlendWorker | None = None
 
@@ -318,13 +315,7 @@ class BlendWorkerSide(WorkerSide):
         super().load(plan, forward_context, **given)
         if not plan.namespace or plan.blend is None or self._blending is None or self._caches is None:
             return
-        if self._saver is None:
-            config, where = self._settings.store.as_store_config(), f"{plan.namespace}/{CHUNKS}"
-            geometry = self._caches.geometry
-            store = opening_store(config, f"{where}/{self._tag(self._groups.groups[0])}", geometry, clock=self._clock)
-            self._saver = Saver(store, geometry.nbytes, config.save_queue_bytes, clock=self._clock)
         attn_metadata = given.get("attn_metadata")
-        self._blending.begin(plan, self._saver)
         self._blending.blend(
             plan.blend,
             forward_context.attn_metadata if attn_metadata is None else attn_metadata,
@@ -332,20 +323,20 @@ class BlendWorkerSide(WorkerSide):
         )
         self.report.refused = self._blending.refused
 
-    def save(self, plan: StepPlan) -> None:
-        """Save what a step has computed, after its forward."""
-        super().save(plan)
-        if plan.namespace and plan.blend is not None and self._blending is not None and self.is_valid(plan):
-            self._blending.save(plan.blend)
-
     def close(self) -> None:
         """Finish pending saves, and close the stores."""
         if self._blending is not None:
             self._blending.close()
-        if self._saver is not None:
-            self._saver.close()
-            call_within(self._saver.store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
         super().close()
+
+    def _create_worker(self, namespace: str) -> TransferWorker:
+        worker, config = super()._create_worker(namespace), self._settings.store.as_store_config()
+        if self._blending is not None and self._caches is not None:
+            where = f"{namespace}/{CHUNKS}/{self._tag(self._groups.groups[0])}"
+            store = opening_store(config, where, self._caches.geometry, clock=self._clock)
+            saves = ChunkSaves(self._caches, self._blending, store, config.save_queue_bytes, clock=self._clock)
+            worker.add((OF_PIECES, 0), saves, self._rank)
+        return worker
 
     def _find_layers(self, kv_caches: Mapping[str, Any]) -> None:
         config = self._vllm_config

@@ -16,14 +16,10 @@ from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import (
-    attends_ahead,
-    is_transferred,
     kv_cache_layout,
     layer_specs,
     optional,
     page_bytes,
-    replayed_tokens,
-    retained_tokens,
 )
 from ucm.errors import ConfigError
 from ucm.hashing.rank_geometry import Parallelism
@@ -387,11 +383,11 @@ def _kinds(spec: Any) -> set[str]:
 def _refusal(group: Any, spec: Any) -> tuple[str, str]:
     """Return why a layer's KV cannot be restored from stored blocks, and what to do; empty if it can."""
     kind, fix = type(spec).__name__, "run this model without a UCM connector"
-    if not is_transferred(group):
+    if not optional(group, "enable_kv_transfer", True) or optional(group, "host_resident"):
         return "whose blocks vLLM keeps elsewhere", fix
-    if replayed_tokens(spec):
+    if optional(spec, "prefix_replay_tokens"):
         return "whose window vLLM rebuilds after a hit from fewer tokens", "start vLLM with --no-swa-bounded-replay"
-    if attends_ahead(spec):
+    if optional(spec, "non_causal"):
         return "whose tokens attend to later ones", fix
     if kind in FULL_ATTENTION | SLIDING_WINDOW | LOCAL_ATTENTION | RECURRENT | RING:
         return "", ""
@@ -407,7 +403,9 @@ def _window(spec: Any) -> int | None:
     kind = type(spec).__name__
     if kind in LOCAL_ATTENTION:
         return int(spec.attention_chunk_size)
-    return int(spec.sliding_window) + retained_tokens(spec) if kind in SLIDING_WINDOW else None
+    if kind in SLIDING_WINDOW:
+        return int(spec.sliding_window) + int(optional(spec, "extra_retained_tokens", 0))
+    return None
 
 
 def _unpadded(spec: Any) -> int:

@@ -527,6 +527,11 @@ class PrefixCacheScheduler:
         """Return whether nothing is loaded or saved for a request, for instance because its KV is not vouched for."""
         return self._is_excluded(self._state(request))
 
+    def blocks_of(self, request_id: str) -> list[int]:
+        """Return a request's blocks in the first KV-cache group, after the admissions of the step that is planned."""
+        state = self._requests.get(request_id)
+        return [] if state is None else state.block_ids[0]
+
     def exclude(self, request: Request) -> None:
         """Stop loading and saving for a request, because its KV no longer follows from its tokens."""
         state = self._state(request)

@@ -24,7 +24,6 @@ from ucm.compat import (
     recompute_failed_loads,
     runs_micro_batches,
     weights_move,
-    zeroes_blocks,
 )
 from ucm.config.load import make_silent_directories
 from ucm.errors import ConfigError
@@ -60,7 +59,7 @@ from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer import STAGING_BYTES, GroupTransfer, HostTransfer, StagedTransfer
-from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.store.factory import key_fingerprint, open_store, opening_store
@@ -437,8 +436,9 @@ class WorkerSide:
         self.counters = create_counters(vllm_config, settings, clock=clock)
         self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
+        self._on_host = False
         #: Moves nothing until a plan has the namespace: graph capture and memory profiling happen before any step.
-        self.worker = TransferWorker({}, self.counters, places={}, saves=(), clock=clock)
+        self.worker = TransferWorker({}, self.counters, places={}, saves=set(), clock=clock)
         self._has_begun = False
         self._slab = SlabReader(clock=clock)
         self._offered: SlabAddress | None = None
@@ -609,22 +609,20 @@ class WorkerSide:
         config, groups = self._vllm_config, self._groups
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         batch_by_batch = runs_micro_batches(config) or groups.has_states
-        layer_by_layer = self._settings.connector == "layerwise" and not batch_by_batch
-        kind = LayerWiseWorker if layer_by_layer else TransferWorker
-        worker = kind(
+        worker = TransferWorker(
             {(memory.group.index, memory.group.place): self._transfer(memory, namespace) for memory in self._memories},
             self.counters,
             places={(memory.group.index, memory.group.place): self._place(memory.group) for memory in self._memories},
             saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             policy=when_loads_run(self._connector_base, groups, self._settings),
+            layer_wise=self._settings.connector == "layerwise" and not batch_by_batch,
             clock=self._clock,
         )
-        worker.settles = zeroes_blocks(self._kv_cache_config)
+        worker.settles = bool(optional(self._kv_cache_config, "needs_kv_cache_zeroing"))
         worker.reports_stored = self._settings.kv_events and self._can.hears_workers
         worker.counted_group = groups.leading if self._rank == 0 else None
-        if isinstance(worker, LayerWiseWorker):
-            # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
-            worker.overlaps = self._on_host or self._can.runs_piecewise
+        # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
+        worker.overlaps = self._on_host or self._can.runs_piecewise
         return worker
 
     def _tag(self, group: CacheGroup) -> str:

@@ -23,7 +23,8 @@ from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import FileContents
-from ucm.integration.vllm.blend.sides import OF_PIECES, BlendSchedulerSide
+from ucm.integration.vllm.blend.scheduler import OF_PIECES
+from ucm.integration.vllm.blend.sides import BlendSchedulerSide
 from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
