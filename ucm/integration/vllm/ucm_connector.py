@@ -103,15 +103,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, valid-typ
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         """Merge the reports of two workers."""
-        one, two = self.report, other.report
-        report = one or two
-        if one is not None and two is not None:
-            report = WeightsReport(
-                max(one.changed, two.changed),
-                max(one.looked, two.looked),
-                one.adapters | two.adapters,
-                one.refused or two.refused,
-            )
+        reports = [report for report in (self.report, other.report) if report is not None]
+        report = WeightsReport.merged(reports) if reports else None
         names = {**self.stored, **other.stored}
         return WorkerMetadata(
             report, {name: {**self.stored.get(name, {}), **other.stored.get(name, {})} for name in names}

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
     from ucm.integration.vllm.connector.transfer_worker import TransferWorker
-    from ucm.store.base import KVStore
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 #: The values of ``cache_dtype`` with which KV is stored as the model computes it.
@@ -177,7 +176,6 @@ class BlendSchedulerSide(SchedulerSide):
         super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
         require_engine(vllm_config, self._groups.groups)
         transfer = vllm_config.kv_transfer_config
-        self._chunk_stores: list[KVStore] = []
         # A piece is larger than most blocks, and all rows of a slab have one size.
         self._chunk_slab = create_slab(vllm_config, settings, self._groups, self._ranks, clock=clock)
         self._chunks = Stager(
@@ -262,16 +260,11 @@ class BlendSchedulerSide(SchedulerSide):
             get_logger(__name__).warning("[UCM.Blend] no request is blended, because of workers on other hosts")
         elif self.scheduler.stager.has_begun:
             (tags,), geometries = self._tags.values(), geometries_of(records, {OF_PIECES: self._ranks})[OF_PIECES]
-            self._chunk_stores = [
+            self._stores[OF_PIECES] = [
                 opening_store(self._config, f"{self.namespace}/{CHUNKS}/{tag}", geometry, clock=self._clock)
                 for tag, geometry in zip(tags, geometries, strict=True)
             ]
-            self._chunks.begin({0: self._chunk_stores}, {0: geometries})
-
-    def _close_stores(self) -> None:
-        for store in self._chunk_stores:
-            store.close()
-        super()._close_stores()
+            self._chunks.begin({0: self._stores[OF_PIECES]}, {0: geometries})
 
 
 class BlendWorkerSide(WorkerSide):

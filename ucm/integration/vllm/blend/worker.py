@@ -141,7 +141,8 @@ class BlendWorker:
             self._compute(stretch, [Run(blend.unwritten, blend.start)])
         loaded = self._load(blend, shares, blocks, usable=usable)
         chunks = list(loaded)
-        chosen = gaps_and_edges(chunks, blend.start, blend.end, self._edge_tokens)
+        edge_tokens = self._settings.edge_tokens if self._settings.select != "none" else 0
+        chosen = gaps_and_edges(chunks, blend.start, blend.end, edge_tokens)
         self._compute(stretch, runs_of(chosen, blend.start))
         if self._settings.select == "question":
             more = self._asked_about(stretch, chunks, chosen)
@@ -159,10 +160,6 @@ class BlendWorker:
         if self._rank == 0:
             self._counters.add(names.BLEND_REUSED_TOKENS, blend.end - blend.start - computed)
             self._counters.add(names.BLEND_COMPUTED_TOKENS, computed)
-
-    @property
-    def _edge_tokens(self) -> int:
-        return self._settings.edge_tokens if self._settings.select != "none" else 0
 
     def _load(
         self, blend: Blend, shares: tuple[int, ...], blocks: Tensor, *, usable: bool

@@ -434,7 +434,9 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
         limit = min(limit, gap * groups[i].chunk_tokens)
     limit -= limit % step
     ends = [i for i, group in enumerate(groups) if not group.needs_all]
-    while limit > 0 and not all(_reaches(groups[i], present[i], limit) for i in ends):
+    while limit > 0 and not all(
+        chunk < len(present[i]) and present[i][chunk] for i in ends for chunk in groups[i].needed(0, limit)
+    ):
         limit -= step
     return limit
 
@@ -453,10 +455,6 @@ def lacking(groups: CacheGroups, present: Sequence[Sequence[bool]], end: int, li
             if chunk >= len(row) or not row[chunk]:
                 return place, chunk
     return None
-
-
-def _reaches(group: CacheGroup, present: Sequence[bool], num_tokens: int) -> bool:
-    return all(chunk < len(present) and present[chunk] for chunk in group.needed(0, num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

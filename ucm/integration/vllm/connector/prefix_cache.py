@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ucm.clock import SYSTEM
 from ucm.compat import (
     adapter_number,
+    adapter_of,
     admitted_requests,
     block_ids_by_group,
     boundary_states,
@@ -203,7 +204,7 @@ class PrefixCacheScheduler:
         self._first = ""  # the request that waits for the loads of others and blocks further loads meanwhile
         self._late: list[BlockMoves] = []
         self._holds: list[tuple[int, Lookup]] = []
-        self._others = OtherLoads()
+        self.others = OtherLoads()  #: to be told when vLLM's own prefix cache was emptied
         self._hint_refused = False
         self.step = 0  #: the last planned step
         self._epoch = 0
@@ -348,7 +349,8 @@ class PrefixCacheScheduler:
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.step += 1
-        self._end_holds(self.step - self._options.batches)
+        while self._holds and self._holds[0][0] <= self.step - self._options.batches:
+            self.stager.release(self._holds.pop(0)[1])  # staged blocks that a step has loaded which has ended
         plan = StepPlan(
             self.step,
             self.namespace,
@@ -363,17 +365,18 @@ class PrefixCacheScheduler:
             plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
         fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids if block_id != NO_BLOCK)
-        self._note_sessions(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        running = [self._requests[name] for name in scheduled if name in self._requests]
+        for state in running:
+            if is_streaming(state.request):  # it may have got other inputs since
+                self._block_keys.note(state.request)
         if self._has_states:
             self._take_states(scheduler_output, fresh)
         saving = set[tuple[int, bytes]]()
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
+        for state in running:
             state.ran = self.step
             if self._may_save(state):
-                computed = state.request.num_computed_tokens + num_scheduled
+                computed = state.request.num_computed_tokens + scheduled[state.request.request_id]
                 saves = self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
                 plan.saves += saves
                 if saves and self._span_end() != state.used:  # the chain must not become older than its new end
@@ -381,28 +384,22 @@ class PrefixCacheScheduler:
         late, self._late = self._late, []
         plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
         if plan.idle and not plan.loads:
-            pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
-            if not pending:
-                self._block_keys.wait(IDLE_SECONDS)
-            elif not any(lookup.finished for lookup in pending):
-                self._check_or_wait(pending, plan)
+            self._check_or_wait(plan)
         return plan
 
-    def _note_sessions(self, scheduler_output: SchedulerOutput) -> None:
-        """Note the inputs that streaming sessions may have got since."""
-        for request_id in scheduler_output.num_scheduled_tokens:
-            state = self._requests.get(request_id)
-            if state is not None and is_streaming(state.request):
-                self._block_keys.note(state.request)
-
-    def _check_or_wait(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
-        """Let the workers check their weights, once for each lookup; then wait for the lookups.
+    def _check_or_wait(self, plan: StepPlan) -> None:
+        """Let the workers check their weights, once for each lookup; then wait for the lookups, or for keys.
 
         A load checks the weights in any case. After a pause that may mean every byte, and an early check spares the
         load this.
         """
+        pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
         unchecked = [lookup for lookup in pending if not lookup.checked]
-        if unchecked:
+        if not pending:
+            self._block_keys.wait(IDLE_SECONDS)
+        elif any(lookup.finished for lookup in pending):
+            return
+        elif unchecked:
             plan.looks = True
             for lookup in unchecked:
                 lookup.checked = True
@@ -432,7 +429,7 @@ class PrefixCacheScheduler:
                 }
                 self._loading.pop(request_id, None)
                 # The engine may read an adapter's files in this step, even if it had read them before.
-                state.confirmed, state.begun = not self._block_keys.may_change(state.request), self.step
+                state.confirmed, state.begun = adapter_of(state.request) is None, self.step
         for request_id, new_ids in grown_requests(scheduler_output):
             state = self._requests.get(request_id)
             for number, group_ids in enumerate(new_ids):
@@ -448,17 +445,13 @@ class PrefixCacheScheduler:
         found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
         for state, computed in found:
             if computed > state.known:
-                self._others.add(self._block_keys.of(state.request, size) or [], state.known // size)
+                self.others.add(self._block_keys.of(state.request, size) or [], state.known // size)
                 self.exclude(state.request)
         for state, _ in found:
             if not state.excluded:
                 keys = self._block_keys.of(state.request, size) or []
-                if self._others.may_be_in(keys[: -(-state.computed // size)]):
+                if self.others.may_be_in(keys[: -(-state.computed // size)]):
                     self.exclude(state.request)
-
-    def forget_others(self) -> None:
-        """Note that vLLM's own prefix cache was emptied, and with it the blocks of other connectors."""
-        self._others.forget()
 
     def finished(self, request: Request) -> int:
         """End a request; its full blocks that were not saved yet are saved with the next step.
@@ -516,7 +509,7 @@ class PrefixCacheScheduler:
         Their old blocks must not be found under new keys.
         """
         self._epoch += 1
-        self._others.rename()
+        self.others.rename()
         for request_id, state in self._requests.items():
             self._let_go(state)
             state.excluded |= request_id in self._loading or any(state.block_ids)
@@ -694,11 +687,6 @@ class PrefixCacheScheduler:
             self.stager.release(state.lookup)
             state.lookup = None
 
-    def _end_holds(self, ended: int) -> None:
-        """Release staged blocks that were loaded by steps that have ended."""
-        while self._holds and self._holds[0][0] <= ended:
-            self.stager.release(self._holds.pop(0)[1])
-
     def _use(self, state: RequestState, num_tokens: int, num_computed_tokens: int = 0) -> None:
         """Tell the stores that a request uses the blocks of its first tokens, so that these stay.
 
@@ -755,7 +743,7 @@ class PrefixCacheScheduler:
                     chunk_blocks=group.chunk_blocks,
                     adapter=adapter_number(state.request),
                 )
-                if lookup is not None and not self.stager.promises_names:
+                if lookup is not None and self.stager.shares:
                     rows = [lookup.rows[group.index][place] for place in chunks]
                     found.places, found.shares = self.stager.offsets(rows), self.stager.shares[group.index]
                     found.tiers = [row.tier for row in rows]

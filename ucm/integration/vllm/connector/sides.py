@@ -253,7 +253,7 @@ class SchedulerSide:
                 self.start_anew()
             if self._table is not None:
                 self.scheduler.doubt(waits=self.hears_workers and not self.policy.between_steps)
-                self.scheduler.forget_others()
+                self.scheduler.others.forget()
                 self._keys.prefix_cache_emptied()
                 if self.events is not None:
                     self.events.forget()
@@ -269,7 +269,8 @@ class SchedulerSide:
         if not self.hears_workers and self._slab is not None and self._heard != self.scheduler.step:
             # Once per step, and before it promises blocks, because not every load can be taken back.
             self._heard = self.scheduler.step
-            self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
+            reports = [WeightsReport(**record) for record in self._slab.reports().values()]
+            self.reported(WeightsReport.merged(reports, missing=len(reports) < self._ranks))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens of a hit beyond the computed ones, and whether they are loaded between two steps.

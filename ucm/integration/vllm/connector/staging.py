@@ -138,7 +138,8 @@ class Stager:
         self._most_threads = threads
         self._stores: Mapping[int, Sequence[KVStore]] = {}
         self._sizes: dict[int, list[int]] = {}  # for each group, the bytes of the ranks' parts
-        self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, the offsets of the ranks' parts in a row
+        #: For each group, the offsets of the ranks' parts in a row; none if blocks are promised before they are read.
+        self.shares: dict[int, tuple[int, ...]] = {}
         self._blocks_at_once = 1
         self._changed = clock.condition()
         self._jobs: Queue[Callable[[], None] | None] = clock.queue()
@@ -191,14 +192,9 @@ class Stager:
         """Whether lookups are possible."""
         return bool(self._stores)
 
-    @property
-    def promises_names(self) -> bool:
-        """Whether blocks are promised by key, before they are read."""
-        return self._slab is None
-
     def offsets(self, rows: Sequence[Row]) -> list[int]:
         """Return the offsets of staged blocks in the slab."""
-        return [] if self._slab is None else [self._slab.offset(row) for row in rows]
+        return [self._known_slab().offset(row) for row in rows]
 
     # For the scheduler's thread
 

@@ -123,7 +123,9 @@ class TransferWorker:
         self._drop_begun()
         self._plan, self._portions, self._copied = plan, {}, {}
         self._counted.clear()
-        self._finish_loads(plan.fresh_block_ids)
+        for load in self._loading:  # also into blocks that were given to another request after the first was aborted
+            if not plan.fresh_block_ids.isdisjoint(load.moves.block_ids):
+                load.task.wait()
         self._finish_saves(plan.fresh_block_ids)
         waiting, self._unconfirmed = self._unconfirmed, []
         for save, step, epoch in waiting:
@@ -400,12 +402,6 @@ class TransferWorker:
         begun, self._begun = self._begun, []
         for save in begun:
             self._drop(save)
-
-    def _finish_loads(self, block_ids: set[int]) -> None:
-        """Wait for loads into blocks that were given to another request after the first was aborted."""
-        for load in self._loading:
-            if not block_ids.isdisjoint(load.moves.block_ids):
-                load.task.wait()
 
     def _finish_saves(self, block_ids: set[int]) -> None:
         """Process finished saves, and wait until none reads one of these blocks."""

@@ -387,7 +387,7 @@ def test_blocks_are_staged_once_every_rank_has_answered(
     assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record([0], GEOMETRY)}})
     plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
     assert [*waits, side.scheduler.prepares] == [True, False]
-    assert not side.scheduler.stager.promises_names
+    assert side.scheduler.stager.shares
     assert side.plan(STEP).slab is None
     assert any("1 store to look up" in text for text in log.messages)
     side.close()
@@ -424,7 +424,7 @@ def test_ranks_on_other_hosts_read_the_store_themselves(
 ) -> None:
     side = create(clock, write_model(tmp_path / "model"), tmp_path)
     plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
-    assert side.scheduler.stager.promises_names
+    assert not side.scheduler.stager.shares
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
 
