@@ -139,6 +139,10 @@ class BlockKeys:
             return None
         return self._hashed(request, known, block_size, first)
 
+    def may_change(self, request: Any) -> bool:
+        """Return whether the engine may read files that shape the KV later than we do: those of a LoRA adapter."""
+        return adapter_of(request) is not None
+
     def is_same(self, request: Any) -> bool:
         """Return whether the files that the engine has read are still those that the keys were computed from."""
         known = self._known.get(request.request_id)

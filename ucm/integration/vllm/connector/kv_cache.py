@@ -22,7 +22,6 @@ from ucm.compat import (
     page_bytes,
 )
 from ucm.errors import ConfigError
-from ucm.hashing.rank_geometry import Parallelism
 from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
 from ucm.store.base import BlockGeometry
 
@@ -307,7 +306,8 @@ def in_slices(groups: CacheGroups, shards: int, vllm_config: Any) -> CacheGroups
     """
     if not shards:
         return groups
-    ranks, heads = Parallelism.of(vllm_config).tp, int(vllm_config.model_config.get_total_num_kv_heads())
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = int(vllm_config.model_config.get_total_num_kv_heads())
     if shards % ranks or heads % shards:
         raise ConfigError(
             f"the model has {heads} KV heads, and the engine {ranks} tensor-parallel ranks",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ucm.clock import SYSTEM
 from ucm.compat import (
     adapter_number,
-    adapter_of,
     admitted_requests,
     block_ids_by_group,
     boundary_states,
@@ -429,7 +428,7 @@ class PrefixCacheScheduler:
                 }
                 self._loading.pop(request_id, None)
                 # The engine may read an adapter's files in this step, even if it had read them before.
-                state.confirmed, state.begun = adapter_of(state.request) is None, self.step
+                state.confirmed, state.begun = not self._block_keys.may_change(state.request), self.step
         for request_id, new_ids in grown_requests(scheduler_output):
             state = self._requests.get(request_id)
             for number, group_ids in enumerate(new_ids):
