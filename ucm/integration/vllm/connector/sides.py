@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
@@ -198,13 +197,10 @@ class SchedulerSide:
         self._slab = create_slab(vllm_config, settings, groups, self._ranks, clock=clock) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
         self._heard = 0  # the last step at which the ranks' reports were read from the slab
-        self._new_stager = partial(
-            Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds, clock=clock
-        )
         self.scheduler = PrefixCacheScheduler(
             groups,
             self._keys,
-            self._new_stager(self._slab),
+            Stager(groups, self._slab, settings.staging_deadline, self._config.rest_seconds, clock=clock),
             self.counters,
             PlanningOptions(
                 batches=self._batches,
@@ -346,8 +342,6 @@ class SchedulerSide:
             sorted(missing),
         )
         self._slab = None
-        self.scheduler.stager.close()
-        self.scheduler.stager = self._new_stager(None)
         self._begin({})
 
     def _begin(self, records: dict[int, dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.kv_cache import lacking, longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State, jobs_of, start_load
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +132,8 @@ class Stager:
         self.clock = clock
         self._groups, self._alignment = groups, groups.alignment
         self._by_index = {group.index: group for group in groups.groups}
-        self._slab = slab
+        self._slab = Slab(0, 0, clock=clock) if slab is None else slab
+        self._stages = slab is not None
         self.seconds = seconds
         self._rest_seconds = rest_seconds
         self._most_threads = threads
@@ -167,9 +168,14 @@ class Stager:
 
         Args:
             stores: For each group, the stores of all ranks with different parts of it.
-            geometries: For each group, the geometries of these parts, in the same order; None without a slab.
+            geometries: For each group, the geometries of these parts, in the same order; None if the workers read the
+                stores themselves after all.
         """
-        if self._slab is not None and geometries is not None:
+        if geometries is None or not self._stages:
+            self._stages = False
+            self._slab.close()
+            self._slab = Slab(0, 0, clock=self.clock)
+        else:
             row_bytes = 0
             for group, of_group in geometries.items():
                 padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group]
@@ -184,7 +190,7 @@ class Stager:
                 )
             self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
         self._stores, self._stored_until = stores, 0.0
-        if self._slab is not None:
+        if self._stages:
             self._keep_one_idle()
 
     @property
@@ -194,7 +200,7 @@ class Stager:
 
     def offsets(self, rows: Sequence[Row]) -> list[int]:
         """Return the offsets of staged blocks in the slab."""
-        return [self._known_slab().offset(row) for row in rows]
+        return [self._slab.offset(row) for row in rows]
 
     # For the scheduler's thread
 
@@ -206,7 +212,7 @@ class Stager:
             lookup.finished = True
             return lookup
         rests = self._rests(now)
-        if self._slab is not None and self._take_staged(lookup, partly=rests):
+        if self._stages and self._take_staged(lookup, partly=rests):
             return lookup
         if rests:
             lookup.finished = True
@@ -247,13 +253,12 @@ class Stager:
 
     def let_go(self, rows: Sequence[Row]) -> None:
         """Release staged blocks."""
-        if self._slab is not None and rows:
+        if rows:
             self._slab.release(rows)
 
     def start_anew(self) -> None:
         """Stop promising blocks that were staged before this call."""
-        if self._slab is not None:
-            self._slab.clear()
+        self._slab.clear()
 
     def use(self, use: Use) -> None:
         """Renew the blocks of a chain, and find out which of them all ranks have; see ``answers``."""
@@ -289,8 +294,7 @@ class Stager:
         until = self.clock.monotonic() + _CLOSE_SECONDS
         for thread in threads:
             thread.join(max(0.0, until - self.clock.monotonic()))
-        if self._slab is not None:
-            self._slab.close()
+        self._slab.close()
 
     # Hits
 
@@ -317,7 +321,7 @@ class Stager:
     def _take_staged(self, lookup: Lookup, *, partly: bool) -> bool:
         """Answer from the slab alone, if it has all blocks of the query, or (``partly``) if the stores rest."""
         slab, query, by_group = self._slab, lookup.query, list(zip(self._groups.groups, lookup.query.keys, strict=True))
-        if slab is None or (query.drops_last_block and not partly):
+        if query.drops_last_block and not partly:
             return False
         end = query.limit
         if not partly:
@@ -360,7 +364,7 @@ class Stager:
                 rows, first = lookup.rows.get(group.index, {}), query.computed // group.chunk_tokens
                 row = [place in rows and rows[place].state is State.WHOLE for place in range(first, first + len(keys))]
                 present.append(self._with_computed(group, query, row))
-            if self._slab is not None:
+            if self._stages:
                 lookup.end = self._reach(query, present)
             surplus = self._keep(lookup, self._all_needed(query, lookup.end))
             if lookup.begun:
@@ -442,7 +446,7 @@ class Stager:
         self.let_go(surplus)
 
     def _find(self, lookup: Lookup) -> int:
-        query, slab = lookup.query, self._slab
+        query = lookup.query
         present = [
             self._with_computed(group, query, self._found(group, keys, query.computed // group.chunk_tokens))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
@@ -451,7 +455,7 @@ class Stager:
         while True:
             end = self._reach(query, present)
             lookup.lacking = lacking(self._groups, present, end, query.limit)
-            if slab is None or end == query.computed:
+            if not self._stages or end == query.computed:
                 return end
             claimed = self._claim(lookup, end, present)
             if claimed is None:
@@ -465,7 +469,7 @@ class Stager:
 
     def _await(self, lookup: Lookup, others: list[tuple[int, int, Row]]) -> bool:
         """Wait for rows that other lookups fill; return whether some failed and must be claimed again."""
-        slab, again = self._known_slab(), False
+        slab, again = self._slab, False
         for number, place, row in others:
             with slab.changed:
                 while row.state is State.READING and not lookup.finished:
@@ -479,7 +483,7 @@ class Stager:
 
     def _found(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
         """Return which chunks are staged or, behind those, as ``_present`` says; a request to a medium costs more."""
-        staged = 0 if self._slab is None else self._slab.holds(group.index, keys)
+        staged = self._slab.holds(group.index, keys)
         return [True] * staged + self._present(group, keys[staged:], first + staged)
 
     def _present(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
@@ -508,7 +512,7 @@ class Stager:
             The rows to fill here and those that others fill, each with its group's and its block's index; None if the
             lookup is no longer needed.
         """
-        slab, groups = self._known_slab(), self._groups.groups
+        slab, groups = self._slab, self._groups.groups
         needed = self._all_needed(lookup.query, end)
         # Windows and states come first: they need few blocks, and without them the rest is useless.
         wanted = sorted(
@@ -553,7 +557,7 @@ class Stager:
             if place in rows:
                 return rows[place], False
             key = query.keys[number][place - query.computed // group.chunk_tokens]
-            claimed = self._known_slab().claim(group.index, key)
+            claimed = self._slab.claim(group.index, key)
             if claimed is None:
                 return None, False
             rows[place], is_mine = claimed
@@ -562,7 +566,7 @@ class Stager:
     def _read(self, lookup: Lookup, rows: list[tuple[int, int, Row]]) -> list[tuple[int, int]]:
         """Fill rows; return the blocks that could not be read."""
         lost: list[tuple[int, int]] = []
-        reading: deque[tuple[list[tuple[int, int, Row]], list[tuple[KVStore, Task]]]] = deque()
+        reading: deque[tuple[list[tuple[int, int, Row]], list[tuple[KVStore, Task | None]]]] = deque()
         left = deque(rows)
         try:
             while left and not lookup.finished:
@@ -577,9 +581,9 @@ class Stager:
             lost += self._fill(list(left), [], lookup)
         return lost
 
-    def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]]) -> None:
+    def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task | None]]) -> None:
         """Start to read all ranks' parts of some blocks."""
-        slab = self._known_slab()
+        slab = self._slab
         by_group: dict[int, list[tuple[int, Row]]] = {}
         for _, place, row in chunk:
             by_group.setdefault(row.name[0], []).append((place, row))
@@ -591,19 +595,25 @@ class Stager:
                     BlockTransfer(row.name[1], [slab.memory(row, share, nbytes)], depth=depth(place))
                     for place, row in rows
                 ]
-                tasks.append((store, start_load(store, transfers)))
+                try:
+                    tasks.append((store, store.load(transfers)))
+                except Exception:  # noqa: BLE001 - a third-party store, which may write to the rows all the same
+                    get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
+                    tasks.append((store, None))
 
     def _fill(
-        self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]], lookup: Lookup
+        self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task | None]], lookup: Lookup
     ) -> list[tuple[int, int]]:
         """Wait until some blocks are read; return those that are incomplete."""
-        slab, lost = self._known_slab(), []
+        slab, lost = self._slab, []
         results, at_rest = {}, True
         for store, task in tasks:
             try:
-                result = task.wait()
-            except Exception:  # noqa: BLE001 - a third-party store, which may still write to the row
+                result = None if task is None else task.wait()
+            except Exception:  # noqa: BLE001 - as in `_load`
                 get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
+                result = None
+            if result is None:
                 at_rest = False
                 continue
             results[id(store)] = result.done
@@ -620,11 +630,6 @@ class Stager:
             else:
                 slab.filled(row, str(tiers[0]))
         return lost
-
-    def _known_slab(self) -> Slab:
-        if self._slab is None:
-            raise RuntimeError("blocks are staged without a slab")
-        return self._slab
 
     def _answer(self) -> None:
         while True:
