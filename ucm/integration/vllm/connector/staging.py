@@ -512,23 +512,30 @@ class Stager:
             The rows to fill here and those that others fill, each with its group's and its block's index; None if the
             lookup is no longer needed.
         """
-        slab, groups = self._slab, self._groups.groups
-        needed = self._all_needed(lookup.query, end)
+        slab, query, groups = self._slab, lookup.query, self._groups.groups
+        needed = self._all_needed(query, end)
         # Windows and states come first: they need few blocks, and without them the rest is useless.
         wanted = sorted(
             (group.needs_all, (place + 1) * group.chunk_tokens, number, place)
             for number, group in enumerate(groups)
             for place in needed[group.index]
         )
-        order = [(number, place) for _, _, number, place in wanted]
         mine: list[tuple[int, int, Row]] = []
         others: list[tuple[int, int, Row]] = []
         with self._changed:
             surplus = [] if lookup.finished else self._keep(lookup, needed)
         self.let_go(surplus)
-        for number, place in order:
-            row, is_mine = self._claim_one(lookup, number, place)
-            if row is None and lookup.finished:
+        for _, _, number, place in wanted:
+            group, claimed = groups[number], None
+            with self._changed:  # for each block, so that the scheduler's thread never waits for more than one
+                rows = lookup.rows.setdefault(group.index, {})
+                if not lookup.finished and place not in rows:
+                    key = query.keys[number][place - query.computed // group.chunk_tokens]
+                    claimed = slab.claim(group.index, key)
+                    if claimed is not None:
+                        rows[place] = claimed[0]
+                row = None if lookup.finished else rows.get(place)
+            if lookup.finished and row is None:
                 for _, _, taken in mine:
                     slab.failed(taken)
                 return None
@@ -536,32 +543,10 @@ class Stager:
                 present[number][place] = False
                 break
             if row.state is State.READING:
-                (mine if is_mine else others).append((number, place, row))
+                (mine if claimed is not None and claimed[1] else others).append((number, place, row))
             elif row.state is State.FAILED:
                 present[number][place] = False
         return mine, others
-
-    def _claim_one(self, lookup: Lookup, number: int, place: int) -> tuple[Row | None, bool]:
-        """Hold a block's row for the lookup; None if there is no room or the lookup is no longer needed.
-
-        The lock is taken for each block, so that the scheduler's thread never waits for more than one.
-
-        Returns:
-            The row, and whether the caller must fill it.
-        """
-        query, group = lookup.query, self._groups.groups[number]
-        with self._changed:
-            if lookup.finished:
-                return None, False
-            rows = lookup.rows.setdefault(group.index, {})
-            if place in rows:
-                return rows[place], False
-            key = query.keys[number][place - query.computed // group.chunk_tokens]
-            claimed = self._slab.claim(group.index, key)
-            if claimed is None:
-                return None, False
-            rows[place], is_mine = claimed
-            return rows[place], is_mine
 
     def _read(self, lookup: Lookup, rows: list[tuple[int, int, Row]]) -> list[tuple[int, int]]:
         """Fill rows; return the blocks that could not be read."""
