@@ -85,31 +85,6 @@ def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
         )
 
 
-def require_alone(vllm_config: Any) -> None:
-    """Refuse to be one of several connectors, because the others would save blended KV under exact keys.
-
-    vLLM gives each connector of a ``MultiConnector`` its own configuration. The engine's configuration is available
-    while its workers create their connectors.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig`` that this connector was given, in a worker.
-
-    Raises:
-        UnsupportedModelError: If the engine's own configuration names another connector.
-    """
-    try:
-        from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - ucm imports without vLLM
-    except ImportError:
-        return
-    outer = optional(get_current_vllm_config_or_none(), "kv_transfer_config.kv_connector")
-    if outer is not None and outer != vllm_config.kv_transfer_config.kv_connector:
-        raise UnsupportedModelError(
-            "the other connectors would save blended KV as exact",
-            where=f"kv_transfer_config.kv_connector: {outer}",
-            fix="name BlendConnector, which also loads and saves exact prefixes, as the engine's only connector",
-        )
-
-
 def _refuse_model(model: Any, groups: Sequence[Any]) -> None:
     where = f"model {model.model!r}"
     text = optional(model, "hf_text_config")
@@ -139,8 +114,6 @@ def _refuse_parallel(vllm_config: Any) -> None:
     for name in (
         "pipeline_parallel_size",
         "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
     ):
         if int(optional(parallel, name, 1) or 1) > 1:
             raise UnsupportedModelError(
@@ -161,7 +134,7 @@ class BlendSchedulerSide(SchedulerSide):
     """The side in the scheduler's process; its arguments are those of `SchedulerSide`.
 
     Raises:
-        UnsupportedModelError: If nothing can be blended in this engine.
+        UnsupportedModelError: If nothing can be blended in this engine, or it has other connectors.
     """
 
     def __init__(
@@ -174,6 +147,12 @@ class BlendSchedulerSide(SchedulerSide):
         clock: Clock = SYSTEM,
     ) -> None:
         super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
+        if not self.hands_over:
+            raise UnsupportedModelError(
+                "the other connectors would save blended KV as exact",
+                where="kv_transfer_config",
+                fix="name BlendConnector, which also loads and saves exact prefixes, as the engine's only connector",
+            )
         require_engine(vllm_config, self._groups.groups)
         transfer = vllm_config.kv_transfer_config
         # A piece is larger than most blocks, and all rows of a slab have one size.
@@ -268,25 +247,10 @@ class BlendSchedulerSide(SchedulerSide):
 
 
 class BlendWorkerSide(WorkerSide):
-    """The side in a worker's process; its arguments are those of `WorkerSide`.
+    """The side in a worker's process; its arguments are those of `WorkerSide`."""
 
-    Raises:
-        UnsupportedModelError: If the engine has other connectors.
-    """
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig | None,
-        settings: ConnectorConfig,
-        connector_base: type,
-        *,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
-        require_alone(vllm_config)
-        self._caches: LayerCaches | None = None
-        self._blending: BlendWorker | None = None
+    _caches: LayerCaches | None = None
+    _blending: BlendWorker | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Also find the model and its layers; must be called by the runner.

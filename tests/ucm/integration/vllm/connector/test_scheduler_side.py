@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -427,6 +428,22 @@ def test_ranks_on_other_hosts_read_the_store_themselves(
     assert not side.scheduler.stager.shares
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize(("outer", "refused"), [("MultiConnector", True), ("UCMConnector", False)])
+def test_blending_is_refused_beside_other_connectors(
+    clock: SimulatedClock, tmp_path: Path, outer: str, *, refused: bool
+) -> None:
+    """They see the same requests and blocks, but do not know that some are approximate."""
+
+    def create_several(vllm_config: Any) -> None:
+        assert vllm_config.kv_transfer_config.kv_connector == outer
+        create(clock, write_model(tmp_path / "model"), tmp_path, kind=BlendSchedulerSide).close()
+
+    engine = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer, kv_load_failure_policy="fail"))
+    with pytest.raises(ConfigError, match="blended KV as exact") if refused else nullcontext():
+        create_several(engine)
 
 
 @pytest.mark.usefixtures("later")
