@@ -434,8 +434,8 @@ class ConnectorAbilities(NamedTuple):
         asks_again: A lookup's outcome may be reported as not yet known (from 0.10.2 on).
         recovers: vLLM computes the tokens of blocks that failed to load (from 0.11.1 on).
         fails_whole: A connector may report that a request's whole load failed (from 0.30.0 on).
-        keeps_aborted: vLLM keeps the blocks of an aborted request until its load has ended (from 0.17.1 on).
-        runs_piecewise: A connector may keep a step from being replayed as one graph (from 0.17.1 on).
+        runs_piecewise: A connector may keep a step from being replayed as one graph; and vLLM keeps the blocks of an
+            aborted request until its load has ended (both from 0.17.1 on).
         sees_pool: A connector gets the block pool (from 0.19.1 on).
         hears_workers: Workers can report to the scheduler side (from 0.18.1 on).
         takes_events: vLLM publishes the connector's KV-cache events.
@@ -446,7 +446,6 @@ class ConnectorAbilities(NamedTuple):
     asks_again: bool
     recovers: bool
     fails_whole: bool
-    keeps_aborted: bool
     runs_piecewise: bool
     sees_pool: bool
     hears_workers: bool
@@ -461,13 +460,11 @@ def connector_abilities(connector_base: type) -> ConnectorAbilities:
     def has(name: str) -> bool:
         return hasattr(connector_base, name)
 
-    piecewise = has("requires_piecewise_for_cudagraph")
     return ConnectorAbilities(
         asks_again=has("shutdown"),  # added in the same release
         recovers=has("get_block_ids_with_load_errors"),
         fails_whole=has("get_transfer_results"),
-        keeps_aborted=piecewise,  # added in the same release, or earlier
-        runs_piecewise=piecewise,
+        runs_piecewise=has("requires_piecewise_for_cudagraph"),
         sees_pool=has("bind_gpu_block_pool"),
         hears_workers=has("build_connector_worker_meta"),
         takes_events=has("take_events"),
@@ -502,7 +499,7 @@ def load_policy(
         return LoadPolicy(between_steps=False)
     return LoadPolicy(
         between_steps=True,
-        background=can.keeps_aborted,
+        background=can.runs_piecewise,
         reloads_preempted=can.sees_pool,
         fails_whole=fails_whole,
     )

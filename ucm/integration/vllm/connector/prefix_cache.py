@@ -22,8 +22,7 @@ from ucm.compat import (
     preemptions,
     prepared_blocks,
 )
-from ucm.integration.vllm.connector.handoff import comes_from_afar, saved_tokens
-from ucm.integration.vllm.connector.hints import HintError, retain_seconds
+from ucm.integration.vllm.connector.hints import HintError, comes_from_afar, retain_seconds, saved_tokens
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
