@@ -37,12 +37,12 @@ from ucm.integration.vllm.connector.staging import Query
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
     from ucm.config.settings import BlendSettings
+    from ucm.integration.vllm.connector.prefix_cache import PrefixCacheScheduler
     from ucm.integration.vllm.connector.staging import Lookup, Stager
-    from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import Row, SlabAddress
 
@@ -184,12 +184,7 @@ class BlendScheduler:
         settings: The settings of blending.
         block_size: Tokens of vLLM's blocks.
         stager: Stages chunks; nothing is blended before it has begun.
-        counters: The counters of decisions.
-        blocks_of: Returns the blocks of a request after the step's admissions, by its id.
-        batches: The maximum number of steps in flight.
-        loads: Whether the engine's role allows loads.
-        may_save: Whether a request's KV may be saved; not if the role forbids it, nor if vLLM may have found other
-            content under a name of its blocks.
+        exact: Decides on exact prefixes, and plans each step first.
     """
 
     def __init__(
@@ -197,28 +192,18 @@ class BlendScheduler:
         settings: BlendSettings,
         block_size: int,
         stager: Stager,
-        counters: ConnectorCounters,
-        blocks_of: Callable[[str], list[int]],
-        *,
-        batches: int = 1,
-        loads: bool = True,
-        may_save: Callable[[Any], bool] = lambda _: True,
+        exact: PrefixCacheScheduler,
     ) -> None:
         self._settings = settings
         self._ends = frozenset(settings.chunk_end_token_ids)
         self._block_size = block_size
         self._stager = stager
-        self._counters = counters
-        self._blocks_of = blocks_of
-        self._batches = batches
-        self._loads, self._may_save = loads, may_save
+        self._exact = exact
         self.off = ""  #: why nothing is blended any more; empty if it is
         self._names = ChunkNames(b"")
         self._requests: dict[str, BlendRequest] = {}
         self._to_blend: dict[str, BlendRequest] = {}
-        self._holds: list[tuple[int, list[Lookup]]] = []
         self._said: set[str] = set()
-        self._step = 0
 
     def matched(self, request: Any, computed: int, exact: int) -> int | None:
         """Return the number of tokens in a blended stretch beyond the computed ones.
@@ -235,7 +220,7 @@ class BlendScheduler:
         state.end = 0
         if not state.blended and state.names is not None:
             state.names.take_back()
-        if not self._loads or not any(chunk.end > computed + exact for chunk in state.chunks):
+        if not self._exact.loads or not any(chunk.end > computed + exact for chunk in state.chunks):
             return 0
         refusal = self.off or _cannot_load(request)
         if refusal:
@@ -295,11 +280,8 @@ class BlendScheduler:
 
     def plan(self, scheduler_output: Any) -> BlendPlan:
         """Return the stretches of a step; `written` returns the blocks that it fills, and `saves` what to save."""
-        self._step += 1
-        while self._holds and self._holds[0][0] <= self._step - self._batches:
-            self._release(self._holds.pop(0)[1])
         for cause in self._stager.failures():
-            self._counters.failed("load", cause, 1)
+            self._exact.counters.failed("load", cause, 1)
         plan = BlendPlan(shares=self._stager.shares.get(0, ()))
         scheduled = scheduler_output.num_scheduled_tokens
         begun = [request_id for request_id in self._to_blend if request_id in scheduled]
@@ -335,7 +317,7 @@ class BlendScheduler:
             if state is not None:
                 computed = state.request.num_computed_tokens
                 first, last = computed // self._block_size, -(-(computed + number) // self._block_size)
-                found.update(self._blocks_of(request_id)[first:last])
+                found.update(self._exact.blocks_of(request_id)[first:last])
         return found
 
     def finished(self, request: Any) -> None:
@@ -392,8 +374,9 @@ class BlendScheduler:
             if lookup.end and chunk.end > start and chunk.start < end:
                 chunks.append(chunk)
                 places.append(self._stager.offsets(_rows(lookup)))
-        self._holds.append((self._step, lookups))
-        blocks = self._blocks_of(request_id)[: -(-asked // self._block_size)]
+        for lookup in lookups:
+            self._exact.hold(self._stager, lookup)
+        blocks = self._exact.blocks_of(request_id)[: -(-asked // self._block_size)]
         exact = enumerate(blocks[: -(-start // self._block_size)])
         unwritten = next((place * self._block_size for place, block in exact if block in written), start)
         tokens, question = (list(state.request.all_token_ids[a:b]) for a, b in ((unwritten, end), (end, asked)))
@@ -405,25 +388,22 @@ class BlendScheduler:
         if not state.blended and computed < chunk.end:
             return []
         state.saved = True
-        if state.blended or self.off or not self._may_save(state.request):
+        if state.blended or self.off or not self._exact.vouches_for(state.request):
             return []
         name, keys = state.request.request_id, state.keys[0]
-        blocks = self._blocks_of(name)[: -(-chunk.end // self._block_size)]
+        blocks = self._exact.blocks_of(name)[: -(-chunk.end // self._block_size)]
         depths = [min(piece * PIECE, chunk.end) for piece in range(1, chunk.pieces + 1)]
-        return [BlockMoves(name, OF_PIECES, keys, blocks, depths, step=self._step)]
+        return [BlockMoves(name, OF_PIECES, keys, blocks, depths, step=self._exact.step)]
 
     def _let_go(self, state: BlendRequest) -> None:
-        self._release(state.lookups)
-        state.lookups = []
-
-    def _release(self, lookups: Sequence[Lookup]) -> None:
-        for lookup in lookups:
+        for lookup in state.lookups:
             self._stager.release(lookup)
+        state.lookups = []
 
     def _count(self, state: BlendRequest, outcome: str) -> None:
         if outcome != state.outcome and not (state.blended and outcome == "miss"):
             state.outcome = outcome
-            self._counters.add(names.BLEND_REQUESTS, key=outcome)
+            self._exact.counters.add(names.BLEND_REQUESTS, key=outcome)
 
     def _say(self, what: str) -> None:
         if what not in self._said and len(self._said) < 100:  # noqa: PLR2004 - clients write these texts

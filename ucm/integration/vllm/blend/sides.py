@@ -154,7 +154,6 @@ class BlendSchedulerSide(SchedulerSide):
                 fix="name BlendConnector, which also loads and saves exact prefixes, as the engine's only connector",
             )
         require_engine(vllm_config, self._groups.groups)
-        transfer = vllm_config.kv_transfer_config
         # A piece is larger than most blocks, and all rows of a slab have one size.
         self._chunk_slab = create_slab(vllm_config, settings, self._groups, self._ranks, clock=clock)
         self._chunks = Stager(
@@ -169,13 +168,7 @@ class BlendSchedulerSide(SchedulerSide):
             settings.blend or BlendSettings(),
             self._groups.groups[0].block_size,
             self._chunks,
-            self.counters,
-            self.scheduler.blocks_of,
-            batches=self._batches,
-            loads=transfer.is_kv_consumer,
-            may_save=lambda request: (
-                self.scheduler.saves and bool(self.namespace) and not self.scheduler.is_excluded(request)
-            ),
+            self.scheduler,
         )
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

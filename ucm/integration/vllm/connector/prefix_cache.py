@@ -193,7 +193,7 @@ class PrefixCacheScheduler:
         self._stored = {group.index: group for group in groups.groups}
         self._block_keys = block_keys
         self.stager = stager
-        self._counters = counters
+        self.counters = counters
         self._options = options
         self._requests: dict[str, RequestState] = {}
         self._to_load: dict[str, PendingLoad] = {}
@@ -201,7 +201,7 @@ class PrefixCacheScheduler:
         self._loading: dict[str, int] = {}
         self._first = ""  # the request that waits for the loads of others and blocks further loads meanwhile
         self._late: list[BlockMoves] = []
-        self._holds: list[tuple[int, Lookup]] = []
+        self._holds: list[tuple[int, Stager, Lookup]] = []
         self.others = OtherLoads()  #: to be told when vLLM's own prefix cache was emptied
         self._hint_refused = False
         self.step = 0  #: the last planned step
@@ -210,6 +210,7 @@ class PrefixCacheScheduler:
         self._waits = False
         self._confirmed = 0  # the last step before which no rank has found its weights changed
         self.events: StoreEvents | None = None  #: told of saves and loads, to announce the blocks
+        self.loads = options.loads
         #: whether blocks are saved: the engine's role allows it, and all ranks can tell that their weights changed
         self.saves = options.saves
         self.namespace = ""  #: the namespace of the engine's blocks, for the workers; empty until it is known
@@ -243,7 +244,7 @@ class PrefixCacheScheduler:
 
     def _found(self, state: RequestState, num_computed_tokens: int) -> int | None:
         request, lookup = state.request, state.lookup
-        if self._is_excluded(state) or not self._options.loads:
+        if self._is_excluded(state) or not self.loads:
             return 0
         if request.request_id in self._loading:
             # vLLM asks again because not even the first block was loaded. The next load might fail as well.
@@ -260,10 +261,10 @@ class PrefixCacheScheduler:
         found = lookup.end - num_computed_tokens
         if state.asked is not None:
             seconds, state.asked = self._clock.monotonic() - state.asked, None
-            self._counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
+            self.counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
             state.awaited = 0
             if lookup.awaits:
-                self._counters.failed("load", "awaited", max(1, (lookup.query.awaited - lookup.end) // self._alignment))
+                self.counters.failed("load", "awaited", max(1, (lookup.query.awaited - lookup.end) // self._alignment))
                 logger.warning(
                     "[UCM.Load] request %s: %d tokens were handed over through the store, and only %d were there after "
                     "%.1f s; the others are computed",
@@ -348,7 +349,8 @@ class PrefixCacheScheduler:
         """Return the workers' part of a step."""
         self.step += 1
         while self._holds and self._holds[0][0] <= self.step - self._options.batches:
-            self.stager.release(self._holds.pop(0)[1])  # staged blocks that a step has loaded which has ended
+            _, stager, lookup = self._holds.pop(0)
+            stager.release(lookup)
         plan = StepPlan(
             self.step,
             self.namespace,
@@ -380,7 +382,7 @@ class PrefixCacheScheduler:
                 if saves and self._span_end() != state.used:  # the chain must not become older than its new end
                     self._use(state, state.request.num_computed_tokens)
         late, self._late = self._late, []
-        plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
+        plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self.counters), fresh
         if plan.idle and not plan.loads:
             self._check_or_wait(plan)
         return plan
@@ -514,9 +516,13 @@ class PrefixCacheScheduler:
         self.stager.start_anew()
         self._late = []
 
-    def is_excluded(self, request: Request) -> bool:
-        """Return whether nothing is loaded or saved for a request, for instance because its KV is not vouched for."""
-        return self._is_excluded(self._state(request))
+    def hold(self, stager: Stager, lookup: Lookup) -> None:
+        """Keep the staged blocks of a lookup until the step that loads them, the one that is planned, has ended."""
+        self._holds.append((self.step, stager, lookup))
+
+    def vouches_for(self, request: Request) -> bool:
+        """Return whether KV of a request may be saved: its inputs are known, and so is the namespace."""
+        return self.saves and bool(self.namespace) and not self._is_excluded(self._state(request))
 
     def blocks_of(self, request_id: str) -> list[int]:
         """Return a request's blocks in the first KV-cache group, after the admissions of the step that is planned."""
@@ -569,7 +575,7 @@ class PrefixCacheScheduler:
         if keys is None:
             state.excluded = True
         else:
-            self._counters.hashed(len(keys), self._clock.monotonic() - begun)
+            self.counters.hashed(len(keys), self._clock.monotonic() - begun)
             state.retain = self._retained(request)
         return state
 
@@ -578,7 +584,7 @@ class PrefixCacheScheduler:
         try:
             seconds = min(retain_seconds(request), self._options.lease_seconds)
         except HintError as error:
-            self._counters.hinted("malformed")
+            self.counters.hinted("malformed")
             if not self._hint_refused:
                 self._hint_refused = True
                 logger.warning(
@@ -588,7 +594,7 @@ class PrefixCacheScheduler:
                 )
             return 0.0
         if seconds:
-            self._counters.hinted("retained")
+            self.counters.hinted("retained")
         return seconds
 
     def _until(self, state: RequestState) -> float:
@@ -723,7 +729,7 @@ class PrefixCacheScheduler:
                 place = group, (missing + 1) * self._stored[group].block_size
                 state.states |= {block: found for block, found in state.found.items() if found == place}
         for cause in self.stager.failures():
-            self._counters.failed("load", cause)
+            self.counters.failed("load", cause)
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
         moves = []
@@ -751,7 +757,7 @@ class PrefixCacheScheduler:
                 moves.append(found)
             state.saved[group.index] = max(state.saved[group.index], load.end // group.chunk_tokens)
         if lookup is not None:
-            self._holds.append((self.step, lookup))
+            self.hold(self.stager, lookup)
         return moves
 
     def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:

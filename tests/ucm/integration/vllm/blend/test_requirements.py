@@ -63,8 +63,6 @@ def test_an_ordinary_engine_is_served() -> None:
         ),
         ({"parallel_config__pipeline_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
         ({"parallel_config__data_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
         ({"parallel_config__enable_dbo": True}, "micro-batches"),
         ({"cache_config__cache_dtype": "fp8"}, "cannot be rotated"),
         ({"speculative_config": object()}, "not that of a draft"),
