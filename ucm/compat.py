@@ -164,14 +164,6 @@ def transfer_params(request: Request) -> Any:
     return getattr(request, "kv_transfer_params", None)
 
 
-def hint_actions(request: Request) -> Any:
-    """Return the actions of a request's hints for KV caches, as its client gave them; there are none before 0.32.0.
-
-    They should be a list of vLLM's ``KvHintAction``, which nothing checks if the engine is in the client's process.
-    """
-    return optional(request, "kv_hints.actions", ()) or ()
-
-
 def media_inputs(request: Request) -> list[MediaInput]:
     """Return a request's multimodal inputs; up to 0.10.1.1 they are parallel lists, without a modality."""
     features = getattr(request, "mm_features", None)
@@ -509,11 +501,6 @@ def recompute_failed_loads(transfer_config: Any, policy: str) -> None:
     """Set what vLLM does with a request whose blocks cannot be loaded; its default ends it."""
     if hasattr(transfer_config, "kv_load_failure_policy"):
         transfer_config.kv_load_failure_policy = policy
-
-
-def reported_by_workers(connector_output: Any) -> Any:
-    """Return what the connectors of the workers reported with a step; None for nothing."""
-    return getattr(connector_output, "kv_connector_worker_meta", None)
 
 
 def outer_transfer(vllm_config: Any) -> Any:

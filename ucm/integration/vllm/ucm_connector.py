@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.clock import SYSTEM
-from ucm.compat import connector_abilities, optional, outer_transfer, reported_by_workers
+from ucm.compat import connector_abilities, optional, outer_transfer
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
@@ -261,7 +261,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process changes of weights that any rank reported."""
-        told = reported_by_workers(connector_output)
+        told = optional(connector_output, "kv_connector_worker_meta")
         if isinstance(told, WorkerMetadata):
             if told.report is not None:
                 self._scheduler.reported(told.report)
