@@ -380,7 +380,7 @@ def hands_over_states() -> bool:
         from vllm.v1.core.sched.output import KVConnectorBlockState  # noqa: F401, PLC0415
     except ImportError:
         return False
-    return connector_abilities(KVConnectorBase_V1).fails_whole
+    return hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, Any]:
@@ -424,11 +424,8 @@ class ConnectorAbilities(NamedTuple):
 
     Args:
         asks_again: A lookup's outcome may be reported as not yet known (from 0.10.2 on).
-        recovers: vLLM computes the tokens of blocks that failed to load (from 0.11.1 on).
-        fails_whole: A connector may report that a request's whole load failed (from 0.30.0 on).
         runs_piecewise: A connector may keep a step from being replayed as one graph; and vLLM keeps the blocks of an
             aborted request until its load has ended (both from 0.17.1 on).
-        sees_pool: A connector gets the block pool (from 0.19.1 on).
         hears_workers: Workers can report to the scheduler side (from 0.18.1 on).
         takes_events: vLLM publishes the connector's KV-cache events.
         takes_stats: vLLM collects what connectors count (from 0.11.0 on).
@@ -436,10 +433,7 @@ class ConnectorAbilities(NamedTuple):
     """
 
     asks_again: bool
-    recovers: bool
-    fails_whole: bool
     runs_piecewise: bool
-    sees_pool: bool
     hears_workers: bool
     takes_events: bool
     takes_stats: bool
@@ -454,10 +448,7 @@ def connector_abilities(connector_base: type) -> ConnectorAbilities:
 
     return ConnectorAbilities(
         asks_again=has("shutdown"),  # added in the same release
-        recovers=has("get_block_ids_with_load_errors"),
-        fails_whole=has("get_transfer_results"),
         runs_piecewise=has("requires_piecewise_for_cudagraph"),
-        sees_pool=has("bind_gpu_block_pool"),
         hears_workers=has("build_connector_worker_meta"),
         takes_events=has("take_events"),
         takes_stats=has("get_kv_connector_stats"),
@@ -470,12 +461,12 @@ def load_policy(
 ) -> LoadPolicy:
     """Choose a load policy that vLLM's load-failure recovery supports.
 
-    Recovery came with 0.11.1. It is sound for requests that wait between steps, except for preempted ones before
-    0.19.1. In a model with one KV-cache group, vLLM computes the tokens again from a failed block on. With a sliding
-    window these read blocks before the failed one, which were never loaded, because the hit's end does not need them.
-    So the whole load of a model with windows, or with several groups, must fail; where vLLM cannot be told that, no
-    load may fail. A state that was loaded within a step would come too late: vLLM copies it to the step's own block
-    before it starts loads.
+    Recovery came with 0.11.1, of a whole load with 0.30.0. It is sound for requests that wait between steps, except for
+    preempted ones before 0.19.1. In a model with one KV-cache group, vLLM computes the tokens again from a failed block
+    on. With a sliding window these read blocks before the failed one, which were never loaded, because the hit's end
+    does not need them. So the whole load of a model with windows, or with several groups, must fail; where vLLM cannot
+    be told that, no load may fail. A state that was loaded within a step would come too late: vLLM copies it to the
+    step's own block before it starts loads.
 
     Args:
         connector_base: vLLM's connector class.
@@ -483,16 +474,16 @@ def load_policy(
         kind: The connector type; ``layerwise`` needs loads within a step.
         has_states: Whether some layers are recurrent; such a model needs a release that `hands_over_states`.
     """
-    can = connector_abilities(connector_base)
     if has_states:
         return LoadPolicy(between_steps=True, background=True, fails_whole=True)
     fails_whole = tuple(windows) != (None,)
-    if not can.recovers or kind == "layerwise" or (fails_whole and not can.fails_whole):
+    recovers = hasattr(connector_base, "get_transfer_results" if fails_whole else "get_block_ids_with_load_errors")
+    if not recovers or kind == "layerwise":
         return LoadPolicy(between_steps=False)
     return LoadPolicy(
         between_steps=True,
-        background=can.runs_piecewise,
-        reloads_preempted=can.sees_pool,
+        background=connector_abilities(connector_base).runs_piecewise,
+        reloads_preempted=hasattr(connector_base, "bind_gpu_block_pool"),  # from 0.19.1 on
         fails_whole=fails_whole,
     )
 
