@@ -79,9 +79,7 @@ class Lookup:
     end: int = 0  #: the number of tokens up to which KV is available
     rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: the held rows, by group and chunk index
     finished: bool = False  #: the outcome is final
-    begun: bool = False
     progressed: bool = False  #: a medium has answered
-    late: bool = False  #: given up or released before it ended
     lacking: tuple[int, int] | None = None  #: the place of a group and its chunk with which the hit ended
     checked: bool = False  #: the workers were told to check their weights while it runs
     awaits: bool = False  #: the stores did not have all awaited tokens yet
@@ -146,7 +144,7 @@ class Stager:
         self._jobs: Queue[Callable[[], None] | None] = clock.queue()
         self._threads: list[Thread] = []
         self._idle = 0  # threads without a job
-        self._stuck = 0
+        self._running: dict[int, Lookup] = {}  # by their ids
         self._rests_until = 0.0
         self._probe: Lookup | None = None
         self._uses: deque[Use] = deque()
@@ -244,9 +242,6 @@ class Stager:
     def release(self, lookup: Lookup) -> None:
         """Release a lookup, finished or not, that is no longer needed."""
         with self._changed:
-            if lookup.begun and not lookup.finished:
-                lookup.late = True
-                self._stuck += 1
             lookup.finished = True  # a running one ends by itself and claims no more rows
             rows = self._keep(lookup, {})
         self.let_go(rows)
@@ -350,7 +345,8 @@ class Stager:
 
     def _rests(self, now: float) -> bool:
         probes = self._probe is not None and not self._probe.finished
-        return now < self._rests_until or self._stuck + self._answering >= self._most_threads or probes
+        stuck = sum(lookup.finished for lookup in list(self._running.values()))  # given up, or released
+        return now < self._rests_until or stuck + self._answering >= self._most_threads or probes
 
     def give_up(self, lookup: Lookup) -> None:
         """End a lookup with the blocks that are verified by now."""
@@ -367,10 +363,7 @@ class Stager:
             if self._stages:
                 lookup.end = self._reach(query, present)
             surplus = self._keep(lookup, self._all_needed(query, lookup.end))
-            if lookup.begun:
-                lookup.late = True
-                self._stuck += 1
-            if lookup.begun and not lookup.progressed:
+            if id(lookup) in self._running and not lookup.progressed:
                 self._rests_until = self.clock.monotonic() + self._rest_seconds
                 get_logger(__name__).warning(
                     "[UCM.Load] the store has not answered for %.1f s: it is not used for %.0f s, and tokens of its "
@@ -425,18 +418,18 @@ class Stager:
         with self._changed:
             if lookup.finished:
                 return
-            lookup.begun = True
+            self._running[id(lookup)] = lookup
         try:
             end = self._find(lookup)
         except Exception:  # noqa: BLE001 - the request continues after any error
             get_logger(__name__).exception("[UCM.Load] a lookup failed unexpectedly")
             end, lookup.awaits = lookup.query.computed, False
         with self._changed:
-            self._stuck -= lookup.late
+            del self._running[id(lookup)]
             self._rests_until = 0.0  # the medium answers
             surplus = []
             if not lookup.finished and lookup.awaits:
-                lookup.end, lookup.begun = end, False
+                lookup.end = end
                 lookup.again_at = self.clock.monotonic() + AGAIN_SECONDS
                 self._probe = None if self._probe is lookup else self._probe
             elif not lookup.finished:
