@@ -104,7 +104,7 @@ class TransferWorker:
         self._under_way: list[UnderWay[SaveTask]] = []
         self._begun: list[UnderWay[SaveTask]] = []  # saves whose layers are being computed
         self._copied: dict[Part, set[int]] = {}  # these layers
-        self._unconfirmed: list[tuple[UnderWay[SaveTask], int, int]] = []  # with the last step of each, and the epoch
+        self._unconfirmed: list[tuple[UnderWay[SaveTask], int]] = []  # with the epoch of each
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
@@ -128,11 +128,11 @@ class TransferWorker:
                 load.task.wait()
         self._finish_saves(plan.fresh_block_ids)
         waiting, self._unconfirmed = self._unconfirmed, []
-        for save, step, epoch in waiting:
+        for save, epoch in waiting:
             if epoch < plan.epoch:
                 self._drop(save)
             else:
-                self._confirm(save, step)
+                self._confirm(save)
         for moves in self._own(plan.late_saves):
             self._finish_copies(self._begin_save(moves), ())
         self._settle()
@@ -275,7 +275,7 @@ class TransferWorker:
         self._finish_portions()
         for save in self._begun or map(self._begin_save, self._own(plan.saves)):
             self._finish_copies(save, self._copied.get(save.moves.of, ()))
-        self._begun = []
+        self._begun, self._copied = [], {part: set(self._layers(part)) for part in self.groups}
         self._settle()
 
     def _settle(self) -> None:
@@ -307,12 +307,12 @@ class TransferWorker:
         """Copy a computed layer of the blocks that the step fills."""
         if not (self._layer_wise and self._plan.saves):
             return
-        self._begun = self._begun or [self._begin_save(moves) for moves in self._own(self._plan.saves)]
         for part, transfer in self.groups.items():
             copied = self._copied.setdefault(part, set())
             if layer_name not in transfer.layer_names or (at := transfer.layer_names.index(layer_name)) in copied:
                 continue
             copied.add(at)
+            self._begun = self._begun or [self._begin_save(moves) for moves in self._own(self._plan.saves)]
             for save in self._begun:
                 if save.moves.of == part:
                     transfer.copy(save.task, save.moves.block_ids, range(at, at + 1))
@@ -378,20 +378,20 @@ class TransferWorker:
         moves, layers = save.moves, self._layers(save.moves.of)
         for some in [range(at, at + 1) for at in layers if at not in copied] if copied else [layers]:
             self.groups[moves.of].copy(save.task, moves.block_ids, some)
-        self._confirm(save, moves.step)
+        self._confirm(save)
 
-    def _confirm(self, save: UnderWay[SaveTask], step: int) -> None:
-        """Write blocks whose KV was computed in steps up to ``step``, as soon as no rank's weights had changed by then.
+    def _confirm(self, save: UnderWay[SaveTask]) -> None:
+        """Write blocks as soon as no rank's weights had changed by the last step that computed some of their KV.
 
         Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
         unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with
         several ranks, each reports its checks to the scheduler, and the scheduler tells all ranks up to which step none
         found a change.
         """
-        if self._plan.confirmed is None or step <= self._plan.confirmed:
+        if self._plan.confirmed is None or save.moves.step <= self._plan.confirmed:
             self.groups[save.moves.of].confirm(save.task)
         else:
-            self._unconfirmed.append((save, step, self._plan.epoch))
+            self._unconfirmed.append((save, self._plan.epoch))
 
     def _drop(self, save: UnderWay[SaveTask]) -> None:
         self.counters.failed("save", "other", len(save.task.rows))  # chunks without a row have failed already

@@ -636,6 +636,8 @@ def test_layers_that_are_not_announced_are_not_forgotten() -> None:
     said = setup.transfer.said()
     assert said[:2] == ["wait load 1 layers 3-4", "wait load 1 layers 4-6"]
     assert said[2:] == [*(f"copy 2 layers {layer}-{layer + 1} from [2]" for layer in range(2, 6)), "confirm 2"]
+    setup.worker.layer_computed(LAYERS[5])
+    assert setup.transfer.said() == []
 
 
 def test_what_a_step_that_did_not_end_began_to_save_is_dropped() -> None:
