@@ -43,12 +43,12 @@ class ChunkMarksError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a prompt.
+class Run:
+    """Consecutive tokens of a prompt; of those to compute, one row of a forward pass.
 
     Args:
-        start: Its first token.
-        end: The token after its last one.
+        start: The first.
+        end: The token after the last one.
     """
 
     start: int
@@ -56,8 +56,14 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        """The number of its tokens."""
+        """The number of tokens."""
         return self.end - self.start
+
+
+class Chunk(Run):
+    """A part of a prompt whose KV is stored alone."""
+
+    __slots__ = ()
 
     @property
     def pieces(self) -> int:
@@ -141,24 +147,6 @@ class ChunkNames:
         names = (hashlib.sha256(frame((FORMAT, whole, piece))).digest() for piece in range(count))
         tag = tag_of_salt(salt)
         return [cast("BlockKey", tagged(name, tag)) for name in names]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive tokens to compute: one row of a forward pass.
-
-    Args:
-        start: The first.
-        end: The token after the last one.
-    """
-
-    start: int
-    end: int
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return self.end - self.start
 
 
 def blended_end(stored: Sequence[Chunk], computed: int, limit: int, block_size: int) -> int:

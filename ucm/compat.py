@@ -159,22 +159,9 @@ def prompt_embeds(request: Request) -> tuple[Any, Any]:
     return embeds, mask
 
 
-def pooling_inputs(request: Request) -> Any:
-    """Return the additional inputs of a pooling request, for instance token types; None or empty for none."""
-    return optional(request, "pooling_params.extra_kwargs")
-
-
 def transfer_params(request: Request) -> Any:
     """Return what a client has sent to the connector with its request; None for nothing."""
     return getattr(request, "kv_transfer_params", None)
-
-
-def hint_actions(request: Request) -> Any:
-    """Return the actions of a request's hints for KV caches, as its client gave them; there are none before 0.32.0.
-
-    They should be a list of vLLM's ``KvHintAction``, which nothing checks if the engine is in the client's process.
-    """
-    return optional(request, "kv_hints.actions", ()) or ()
 
 
 def media_inputs(request: Request) -> list[MediaInput]:
@@ -248,10 +235,7 @@ def block_ids_by_group(blocks: Any) -> list[list[int]]:
 
     Releases give a list of ids (0.9.0, one group), a list of lists or a tuple of lists.
     """
-    ids = blocks.get_block_ids()
-    if ids and isinstance(ids[0], int):
-        return [list(ids)]
-    return [list(group) for group in ids]
+    return _by_group(blocks.get_block_ids())
 
 
 def admitted_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[int]], int]]:
@@ -396,38 +380,13 @@ def hands_over_states() -> bool:
         from vllm.v1.core.sched.output import KVConnectorBlockState  # noqa: F401, PLC0415
     except ImportError:
         return False
-    return connector_abilities(KVConnectorBase_V1).fails_whole
-
-
-def zeroes_blocks(kv_cache_config: KVCacheConfig | None) -> bool:
-    """Return whether vLLM zeroes blocks of the KV cache before it hands them out."""
-    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-
-
-def is_transferred(group: Any) -> bool:
-    """Return whether connectors may move the blocks of a KV-cache group, and these lie in the KV cache's memory."""
-    return bool(getattr(group, "enable_kv_transfer", True)) and not optional(group, "host_resident")
+    return hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, Any]:
     """Return the ``KVCacheSpec`` of each layer; layers of a uniform type have a common one that contains theirs."""
     found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
     return found or dict.fromkeys(layer_names, spec)
-
-
-def retained_tokens(spec: Any) -> int:
-    """Return how many tokens beyond a sliding window a layer keeps."""
-    return int(getattr(spec, "extra_retained_tokens", 0))
-
-
-def replayed_tokens(spec: Any) -> int:
-    """Return how many of a hit's tokens vLLM computes again to rebuild a layer's window (from 0.32.0 on)."""
-    return int(optional(spec, "prefix_replay_tokens", 0))
-
-
-def attends_ahead(spec: Any) -> bool:
-    """Return whether prompt tokens attend to later ones, as in prefix language models."""
-    return bool(optional(spec, "non_causal"))
 
 
 def page_bytes(spec: Any) -> int | None:
@@ -465,11 +424,8 @@ class ConnectorAbilities(NamedTuple):
 
     Args:
         asks_again: A lookup's outcome may be reported as not yet known (from 0.10.2 on).
-        recovers: vLLM computes the tokens of blocks that failed to load (from 0.11.1 on).
-        fails_whole: A connector may report that a request's whole load failed (from 0.30.0 on).
-        keeps_aborted: vLLM keeps the blocks of an aborted request until its load has ended (from 0.17.1 on).
-        runs_piecewise: A connector may keep a step from being replayed as one graph (from 0.17.1 on).
-        sees_pool: A connector gets the block pool (from 0.19.1 on).
+        runs_piecewise: A connector may keep a step from being replayed as one graph; and vLLM keeps the blocks of an
+            aborted request until its load has ended (both from 0.17.1 on).
         hears_workers: Workers can report to the scheduler side (from 0.18.1 on).
         takes_events: vLLM publishes the connector's KV-cache events.
         takes_stats: vLLM collects what connectors count (from 0.11.0 on).
@@ -477,11 +433,7 @@ class ConnectorAbilities(NamedTuple):
     """
 
     asks_again: bool
-    recovers: bool
-    fails_whole: bool
-    keeps_aborted: bool
     runs_piecewise: bool
-    sees_pool: bool
     hears_workers: bool
     takes_events: bool
     takes_stats: bool
@@ -494,14 +446,9 @@ def connector_abilities(connector_base: type) -> ConnectorAbilities:
     def has(name: str) -> bool:
         return hasattr(connector_base, name)
 
-    piecewise = has("requires_piecewise_for_cudagraph")
     return ConnectorAbilities(
         asks_again=has("shutdown"),  # added in the same release
-        recovers=has("get_block_ids_with_load_errors"),
-        fails_whole=has("get_transfer_results"),
-        keeps_aborted=piecewise,  # added in the same release, or earlier
-        runs_piecewise=piecewise,
-        sees_pool=has("bind_gpu_block_pool"),
+        runs_piecewise=has("requires_piecewise_for_cudagraph"),
         hears_workers=has("build_connector_worker_meta"),
         takes_events=has("take_events"),
         takes_stats=has("get_kv_connector_stats"),
@@ -514,12 +461,12 @@ def load_policy(
 ) -> LoadPolicy:
     """Choose a load policy that vLLM's load-failure recovery supports.
 
-    Recovery came with 0.11.1. It is sound for requests that wait between steps, except for preempted ones before
-    0.19.1. In a model with one KV-cache group, vLLM computes the tokens again from a failed block on. With a sliding
-    window these read blocks before the failed one, which were never loaded, because the hit's end does not need them.
-    So the whole load of a model with windows, or with several groups, must fail; where vLLM cannot be told that, no
-    load may fail. A state that was loaded within a step would come too late: vLLM copies it to the step's own block
-    before it starts loads.
+    Recovery came with 0.11.1, of a whole load with 0.30.0. It is sound for requests that wait between steps, except for
+    preempted ones before 0.19.1. In a model with one KV-cache group, vLLM computes the tokens again from a failed block
+    on. With a sliding window these read blocks before the failed one, which were never loaded, because the hit's end
+    does not need them. So the whole load of a model with windows, or with several groups, must fail; where vLLM cannot
+    be told that, no load may fail. A state that was loaded within a step would come too late: vLLM copies it to the
+    step's own block before it starts loads.
 
     Args:
         connector_base: vLLM's connector class.
@@ -527,16 +474,16 @@ def load_policy(
         kind: The connector type; ``layerwise`` needs loads within a step.
         has_states: Whether some layers are recurrent; such a model needs a release that `hands_over_states`.
     """
-    can = connector_abilities(connector_base)
     if has_states:
         return LoadPolicy(between_steps=True, background=True, fails_whole=True)
     fails_whole = tuple(windows) != (None,)
-    if not can.recovers or kind == "layerwise" or (fails_whole and not can.fails_whole):
+    recovers = hasattr(connector_base, "get_transfer_results" if fails_whole else "get_block_ids_with_load_errors")
+    if not recovers or kind == "layerwise":
         return LoadPolicy(between_steps=False)
     return LoadPolicy(
         between_steps=True,
-        background=can.keeps_aborted,
-        reloads_preempted=can.sees_pool,
+        background=connector_abilities(connector_base).runs_piecewise,
+        reloads_preempted=hasattr(connector_base, "bind_gpu_block_pool"),  # from 0.19.1 on
         fails_whole=fails_whole,
     )
 
@@ -545,11 +492,6 @@ def recompute_failed_loads(transfer_config: Any, policy: str) -> None:
     """Set what vLLM does with a request whose blocks cannot be loaded; its default ends it."""
     if hasattr(transfer_config, "kv_load_failure_policy"):
         transfer_config.kv_load_failure_policy = policy
-
-
-def reported_by_workers(connector_output: Any) -> Any:
-    """Return what the connectors of the workers reported with a step; None for nothing."""
-    return getattr(connector_output, "kv_connector_worker_meta", None)
 
 
 def outer_transfer(vllm_config: Any) -> Any:
@@ -658,11 +600,6 @@ def device_type(vllm_config: Any) -> str:
 def publishes_kv_events(vllm_config: VllmConfig) -> bool:
     """Return whether the engine publishes KV-cache events."""
     return bool(optional(vllm_config, "kv_events_config.enable_kv_cache_events", False))
-
-
-def can_sleep(vllm_config: VllmConfig) -> bool:
-    """Return whether the engine may free the KV cache's memory while it sleeps."""
-    return bool(optional(vllm_config, "model_config.enable_sleep_mode", False))
 
 
 def graph_mode(compilation_config: Any) -> Any:

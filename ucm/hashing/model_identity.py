@@ -216,13 +216,9 @@ def _snapshot(repository: str, commit: str | None, load_config: Any) -> Path | N
     folder = optional(load_config, "download_dir")
     found = _cached(repository, "config.json", commit, folder)
     # A directory of the operator's has the weights, but not the configuration.
-    place = _in_folder(folder, repository, commit) if found is None else found.parent
+    snapshot = f"models--{repository.replace('/', '--')}/snapshots/{commit}"
+    place = found.parent if found is not None else Path(folder) / snapshot if folder else None
     return place if place is not None and place.is_dir() and _weight_files(place) else None
-
-
-def _in_folder(folder: str | None, repository: str, commit: str) -> Path | None:
-    """Return where the hub's client puts a repository's files in a directory of the operator's."""
-    return Path(folder) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit if folder else None
 
 
 def _uses_modelscope() -> bool:

@@ -1,64 +1,18 @@
-"""Describe which part of the KV a worker holds: its ranks, as a part of its blocks' namespace."""
+"""Describe which part of the KV a worker holds: its ranks, as a part of its blocks' namespace.
+
+Data-parallel replicas hold the same KV. Under context parallelism nothing is stored.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from ucm.compat import layer_specs, optional, rank_of
+from ucm.compat import layer_specs, optional, rank_of, ranks
 from ucm.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """A worker's place in the engine's parallel groups."""
-
-    tp: int
-    pcp: int = 0
-    pp: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Parallelism:
-    """The sizes of an engine's parallel groups. Data-parallel replicas hold the same KV and are ignored.
-
-    Args:
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        dcp: Decode-context-parallel size; its groups lie within the tensor-parallel ones.
-        pcp: Prefill-context-parallel size.
-        interleave: Consecutive tokens that one context-parallel rank keeps.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    pcp: int = 1
-    interleave: int = 1
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> Parallelism:
-        """Return the sizes in a ``VllmConfig``; 1 for kinds that the release does not have."""
-        config = vllm_config.parallel_config
-
-        def size(*names: str) -> int:
-            return max(int(optional(config, name) or 1) for name in names)
-
-        return cls(
-            tp=size("tensor_parallel_size"),
-            pp=size("pipeline_parallel_size"),
-            dcp=size("decode_context_parallel_size"),
-            pcp=size("prefill_context_parallel_size"),
-            interleave=size("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),
-        )
-
-    def ranks(self, rank: int) -> Ranks:
-        """Return a worker's place from its rank within the engine; vLLM's order is PP x PCP x TP."""
-        return Ranks(tp=rank % self.tp, pcp=rank // self.tp % self.pcp, pp=rank // (self.tp * self.pcp) % self.pp)
-
-
 def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
-    """Return whether all tensor-parallel ranks hold the same KV: with MLA, apart from context parallelism.
+    """Return whether all tensor-parallel ranks hold the same KV, as with MLA.
 
     Workers and the scheduler must agree, but for its scheduler vLLM describes a group of several specifications by the
     first of them. So what else may be in the group of a model with MLA, the layers of a draft model, counts by the
@@ -96,49 +50,39 @@ def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None) -> str:
 
 
 def part_tags(
-    vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None, shards: int = 0
+    vllm_config: Any, group_id: int, *, spec: Any = None, rank: int | None = None, shards: int = 0
 ) -> list[str]:
     """Return the directory names for all that one worker stores of one KV-cache group.
 
     Ranks whose KV is the same have the same names.
 
     Args:
-        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
+        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``rank`` is not given.
         group_id: The KV-cache group's index.
         spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
-        ranks: The worker's place; by default this process's.
+        rank: The worker's rank within the engine, in vLLM's order PP x TP; by default this process's.
         shards: The slices of KV heads that a block is stored in, a multiple of the tensor-parallel size; 0: each rank's
             part is one.
 
     Returns:
         One name; with slices one for each of the worker's, for instance ``kv1of4-pp0of1-g0-b16``.
     """
-    sizes = Parallelism.of(vllm_config)
-    ranks = ranks or sizes.ranks(rank_of(vllm_config))
-    own = shards // sizes.tp
+    tp, pp = vllm_config.parallel_config.tensor_parallel_size, vllm_config.parallel_config.pipeline_parallel_size
+    stage, place = divmod((rank_of(vllm_config) if rank is None else rank) % (tp * pp), tp)
+    own = shards // tp
     if shards:
-        heads = [f"kv{ranks.tp * own + place}of{shards}" for place in range(own)]
+        heads = [f"kv{place * own + number}of{shards}" for number in range(own)]
     else:
-        heads = [f"tpall{sizes.tp}" if is_replicated(vllm_config, spec) else f"tp{ranks.tp}of{sizes.tp}"]
-    parts = [f"pp{ranks.pp}of{sizes.pp}"]
-    if sizes.dcp > 1:
-        parts.append(f"dcp{ranks.tp % sizes.dcp}of{sizes.dcp}x{sizes.interleave}")
-    if sizes.pcp > 1:
-        parts.append(f"pcp{ranks.pcp}of{sizes.pcp}x{sizes.interleave}")
+        heads = [f"tpall{tp}" if is_replicated(vllm_config, spec) else f"tp{place}of{tp}"]
     block_size = optional(spec, "block_size") or vllm_config.cache_config.block_size
-    return ["-".join([of_heads, *parts, f"g{group_id}", f"b{block_size}"]) for of_heads in heads]
+    return [f"{of_heads}-pp{stage}of{pp}-g{group_id}-b{block_size}" for of_heads in heads]
 
 
 def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None, shards: int = 0) -> list[str]:
     """Return the tags of all parts of a group's KV: a block exists if it exists under each of them."""
-    sizes = Parallelism.of(vllm_config)
-    return list(
-        dict.fromkeys(
-            tag
-            for rank in range(sizes.tp * sizes.pcp * sizes.pp)
-            for tag in part_tags(vllm_config, group_id, spec=spec, ranks=sizes.ranks(rank), shards=shards)
-        )
-    )
+    every = range(ranks(vllm_config))
+    tags = [part_tags(vllm_config, group_id, spec=spec, rank=rank, shards=shards) for rank in every]
+    return list(dict.fromkeys(tag for of_rank in tags for tag in of_rank))
 
 
 def must_save(vllm_config: Any, *, spec: Any = None) -> bool:
@@ -148,5 +92,5 @@ def must_save(vllm_config: Any, *, spec: Any = None) -> bool:
         vllm_config: The worker's ``VllmConfig``.
         spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
     """
-    sizes = Parallelism.of(vllm_config)
-    return sizes.ranks(rank_of(vllm_config)).tp < sizes.dcp or not is_replicated(vllm_config, spec)
+    is_first = rank_of(vllm_config) % vllm_config.parallel_config.tensor_parallel_size == 0
+    return is_first or not is_replicated(vllm_config, spec)

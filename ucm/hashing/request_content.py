@@ -34,7 +34,6 @@ from ucm.compat import (
     device_type,
     media_inputs,
     optional,
-    pooling_inputs,
     prompt_embeds,
     token_ids,
     tokens_per_hash,
@@ -629,7 +628,7 @@ def _names_are_hashes(vllm_config: Any) -> bool:
 
 def _token_types(request: Any) -> bytes | None:
     """Return the additional inputs of a pooling request, for instance BERT's token types, encoded."""
-    told = pooling_inputs(request)
+    told = optional(request, "pooling_params.extra_kwargs")
     if not told:
         return None
     try:

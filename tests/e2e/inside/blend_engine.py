@@ -49,9 +49,10 @@ def main(specification: Path, results: Path) -> None:
     while counted.saved < len(chunks) and time.monotonic() < until:
         llm.reset_prefix_cache()
         ask(spec["chunks"], [[[0, len(chunk)]] for chunk in spec["chunks"]])
-    while worker._left() and time.monotonic() < until:
+    transfers = connector._worker.worker
+    while transfers._left() and time.monotonic() < until:
         time.sleep(0.01)
-    if counted.saved < len(chunks) or worker._left():
+    if counted.saved < len(chunks) or transfers._left():
         raise RuntimeError(f"{counted.saved} of {len(chunks)} chunks were saved in {SAVED:.0f} s")
     prompts = [one["prompt"] for one in spec["prompts"]]
     told = []

@@ -38,4 +38,4 @@ def saves(worker: Any) -> bool:
     connector = transfer.get_kv_transfer_group()
     sides = (vars(one).get("_worker") for one in vars(connector).get("_connectors", [connector]))
     begun = [side.worker for side in sides if side is not None]
-    return any(one._left() or one._unconfirmed._waiting for one in begun)
+    return any(one._left() or one._unconfirmed for one in begun)

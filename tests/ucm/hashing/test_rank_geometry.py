@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from ucm.errors import ConfigError
-from ucm.hashing.rank_geometry import Parallelism, Ranks, is_replicated, must_save, part_tags, rank_tag, rank_tags
+from ucm.hashing.rank_geometry import is_replicated, must_save, part_tags, rank_tag, rank_tags
 
 
 @dataclass
@@ -41,8 +41,8 @@ def config(rank: int = 0, sizes: dict[str, int] | None = None, *, mla: bool = Fa
     return VllmConfig(ModelConfig("m", use_mla=mla), CacheConfig(), ParallelConfig(rank=rank, **(sizes or {})))
 
 
-def sized(tp: int = 1, pp: int = 1, **more: int) -> dict[str, int]:
-    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, **more}
+def sized(tp: int = 1, pp: int = 1) -> dict[str, int]:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
 
 
 def test_a_tag_says_what_it_is() -> None:
@@ -59,7 +59,7 @@ def test_geometries_share_no_tag() -> None:
     assert len(tags) == 3 * (1 + 2 + 4 + 2 + 4) + (1 + 1 + 1 + 2 + 2)
 
 
-@pytest.mark.parametrize("sizes", [sized(), sized(4), sized(2, 3), sized(2, 2, prefill_context_parallel_size=2)])
+@pytest.mark.parametrize("sizes", [sized(), sized(4), sized(2, 3)])
 def test_the_workers_tags_are_those_that_the_scheduler_looks_for(sizes: dict[str, int]) -> None:
     world = 1
     for size in sizes.values():
@@ -69,21 +69,12 @@ def test_the_workers_tags_are_those_that_the_scheduler_looks_for(sizes: dict[str
     assert len(set(workers)) == world
 
 
-@pytest.mark.parametrize("dcp", [1, 2, 4])
-def test_of_replicated_kv_one_copy_is_kept_and_one_rank_saves_it(dcp: int) -> None:
-    sizes = sized(4, 2, decode_context_parallel_size=dcp)
-    workers = [config(rank, sizes, mla=True) for rank in range(8)]
+def test_of_replicated_kv_one_copy_is_kept_and_one_rank_saves_it() -> None:
+    workers = [config(rank, sized(4, 2), mla=True) for rank in range(8)]
     savers = [rank_tag(worker, 0) for worker in workers if must_save(worker)]
     assert savers == rank_tags(workers[0], 0)
-    assert len(set(savers)) == len(savers) == 2 * dcp
+    assert len(set(savers)) == len(savers) == 2
     assert {rank_tag(worker, 0) for worker in workers} == set(savers)
-
-
-def test_context_parallel_ranks_hold_tokens_of_their_own() -> None:
-    sizes = sized(4, decode_context_parallel_size=2, cp_kv_cache_interleave_size=8)
-    assert rank_tag(config(3, sizes, mla=True), 0) == "tpall4-pp0of1-dcp1of2x8-g0-b16"
-    sizes = sized(2, prefill_context_parallel_size=2)
-    assert rank_tag(config(3, sizes), 0) == "tp1of2-pp0of1-pcp1of2x1-g0-b16"
 
 
 def test_every_rank_saves_what_only_it_has() -> None:
@@ -135,16 +126,8 @@ def test_a_hybrid_model_needs_its_specs_told() -> None:
     assert is_replicated(hybrid, MLAAttentionSpec())
 
 
-def test_a_release_that_lacks_a_kind_of_parallelism() -> None:
-    old = config(sizes=sized(2))
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "cp_kv_cache_interleave_size"):
-        delattr(old.parallel_config, name)
-    assert Parallelism.of(old) == Parallelism(tp=2)
-    assert rank_tags(old, 0) == ["tp0of2-pp0of1-g0-b16", "tp1of2-pp0of1-g0-b16"]
-
-
 def test_a_place_may_be_given() -> None:
-    assert part_tags(config(sizes=sized(2)), 0, ranks=Ranks(tp=1)) == ["tp1of2-pp0of1-g0-b16"]
+    assert part_tags(config(sizes=sized(2)), 0, rank=1) == ["tp1of2-pp0of1-g0-b16"]
 
 
 def test_slices_of_heads_are_named_alike_in_engines_of_all_sizes() -> None:

@@ -11,10 +11,10 @@ dots.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucm.sparse.outcomes import OUTCOMES
 
@@ -38,24 +38,29 @@ class Metric:
     """A metric.
 
     Args:
-        name: Its name as Prometheus shows it.
-        kind: Its kind.
+        name: Its name as Prometheus shows it. What it ends with shows a counter, and mostly the unit.
         documentation: Its meaning, for its HELP line and docs/metrics.md.
         labels: Its labels besides vLLM's ``model_name`` and ``engine``.
-        unit: Its unit.
-        buckets: The upper bounds of a histogram's buckets.
         known: Label values exported as 0 from the start, so that the first increase is visible.
+        buckets: The upper bounds of a histogram's buckets.
         stat: The field of `TierStats` with its value; empty for what is counted elsewhere.
+        unit: Its unit, if the name does not say it.
     """
 
     name: str
-    kind: Kind
     documentation: str
-    labels: tuple[str, ...] = ()
-    unit: str = "1"
+    labels: tuple[str, ...]
+    known: tuple[tuple[str, ...], ...]
     buckets: tuple[float, ...] = ()
-    known: tuple[tuple[str, ...], ...] = ((),)
     stat: str = ""
+    unit: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """Its kind."""
+        if self.buckets:
+            return Kind.HISTOGRAM
+        return Kind.COUNTER if self.name.endswith("_total") else Kind.GAUGE
 
 
 #: A lookup takes microseconds if all is staged, or as long as reading a long prompt if nothing is.
@@ -78,162 +83,127 @@ _CAUSES = (
 _FAILURES = tuple(product(("save", "load"), _CAUSES))
 
 
-def _counter(
-    name: str,
-    documentation: str,
-    unit: str,
-    labels: tuple[str, ...] = (),
-    known: tuple[tuple[str, ...], ...] | None = None,
-) -> Metric:
-    return Metric(
-        f"ucm:{name}", Kind.COUNTER, documentation, labels, unit, known=known or (((),) if not labels else ())
-    )
+def _metric(name: str, documentation: str, *labels: str, **more: Any) -> Metric:
+    return Metric(f"ucm:{name}", documentation, labels, **{"known": () if labels else ((),), **more})
 
 
-def _histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(f"ucm:{name}", Kind.HISTOGRAM, documentation, (), "seconds", buckets)
+def _of_tier(name: str, documentation: str, **more: Any) -> Metric:
+    return _metric(name, documentation, "tier", known=_TIERS, **more)
 
 
-def _of_tier(name: str, documentation: str, unit: str, stat: str = "") -> Metric:
-    return replace(_counter(name, documentation, unit, ("tier",), _TIERS), stat=stat)
-
-
-def _state(name: str, documentation: str, unit: str, stat: str) -> Metric:
-    return Metric(f"ucm:{name}", Kind.GAUGE, documentation, ("tier",), unit, known=(), stat=stat)
-
-
-QUERIED_TOKENS = _counter(
-    "queried_tokens_total", "Tokens that were looked up, which vLLM's own prefix cache lacked.", "tokens"
+QUERIED_TOKENS = _metric("queried_tokens_total", "Tokens that were looked up, which vLLM's own prefix cache lacked.")
+MATCHED_TOKENS = _metric("matched_tokens_total", "Those of them that were promised from the store.")
+HIT_TOKENS = _of_tier("hit_tokens_total", "Tokens whose KV was loaded, by the tier it came from.")
+LOOKUPS = _metric(
+    "lookups_total", "Requests looked up, by whether anything was found.", "outcome", known=(("hit",), ("miss",))
 )
-MATCHED_TOKENS = _counter("matched_tokens_total", "Those of them that were promised from the store.", "tokens")
-HIT_TOKENS = _of_tier("hit_tokens_total", "Tokens whose KV was loaded, by the tier it came from.", "tokens")
-LOOKUPS = _counter(
-    "lookups_total",
-    "Requests looked up, by whether anything was found.",
-    "lookups",
-    ("outcome",),
-    (("hit",), ("miss",)),
-)
-LOOKUP_DURATION = _histogram(
+LOOKUP_DURATION = _metric(
     "lookup_duration_seconds",
     "Time from vLLM's first query for a request to the result, including staging.",
-    LOOKUP_BUCKETS,
+    buckets=LOOKUP_BUCKETS,
 )
-HASHED_BLOCKS = _counter("hashed_blocks_total", "Blocks whose keys were computed.", "blocks")
-HASH_SECONDS = _counter("hash_seconds_total", "Time spent computing keys.", "seconds")
-LOAD_BLOCKS = _of_tier("load_blocks_total", "Blocks loaded, by the tier they came from.", "blocks")
-LOAD_BYTES = _counter("load_bytes_total", "Bytes loaded by all ranks.", "bytes")
-LOAD_DURATION = _histogram("load_duration_seconds", "Time of one load, call to last byte.", TRANSFER_BUCKETS)
-SAVE_BLOCKS = _counter("save_blocks_total", "Blocks handed to the store.", "blocks")
-SAVE_BYTES = _counter("save_bytes_total", "Bytes saved by all ranks.", "bytes")
-SAVE_DURATION = _histogram("save_duration_seconds", "Time of one save, call to last byte.", TRANSFER_BUCKETS)
-FAILURES = _counter(
+HASHED_BLOCKS = _metric("hashed_blocks_total", "Blocks whose keys were computed.")
+HASH_SECONDS = _metric("hash_seconds_total", "Time spent computing keys.")
+LOAD_BLOCKS = _of_tier("load_blocks_total", "Blocks loaded, by the tier they came from.")
+LOAD_BYTES = _metric("load_bytes_total", "Bytes loaded by all ranks.")
+LOAD_DURATION = _metric("load_duration_seconds", "Time of one load, call to last byte.", buckets=TRANSFER_BUCKETS)
+SAVE_BLOCKS = _metric("save_blocks_total", "Blocks handed to the store.")
+SAVE_BYTES = _metric("save_bytes_total", "Bytes saved by all ranks.")
+SAVE_DURATION = _metric("save_duration_seconds", "Time of one save, call to last byte.", buckets=TRANSFER_BUCKETS)
+FAILURES = _metric(
     "failures_total",
     "Blocks that were not loaded (their tokens are recomputed) or not saved, by cause.",
-    "blocks",
-    ("operation", "cause"),
-    (*_FAILURES, ("load", "awaited")),
+    "operation",
+    "cause",
+    unit="blocks",
+    known=(*_FAILURES, ("load", "awaited")),
 )
-HINTS = _counter(
-    "hints_total",
-    "Requests that ask for a lease.",
-    "requests",
-    ("outcome",),
-    (("retained",), ("malformed",)),
+HINTS = _metric(
+    "hints_total", "Requests that ask for a lease.", "outcome", unit="requests", known=(("retained",), ("malformed",))
 )
 TIER_COUNTERS = (
-    _of_tier("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", "lookups"),
-    _of_tier("tier_hit_blocks_total", "Those of them that the tier had.", "blocks", "hits"),
-    _of_tier("tier_load_bytes_total", "Bytes read from a tier.", "bytes", "loaded_bytes"),
-    _of_tier("tier_save_bytes_total", "Bytes written to a tier.", "bytes", "saved_bytes"),
+    _of_tier("tier_lookup_blocks_total", "Blocks that a tier was asked for.", stat="lookups"),
+    _of_tier("tier_hit_blocks_total", "Those of them that the tier had.", stat="hits"),
+    _of_tier("tier_load_bytes_total", "Bytes read from a tier.", stat="loaded_bytes"),
+    _of_tier("tier_save_bytes_total", "Bytes written to a tier.", stat="saved_bytes"),
     _of_tier(
         "tier_save_compressed_bytes_total",
         "Bytes that a tier that compresses stored for those.",
-        "bytes",
-        "compressed_bytes",
+        stat="compressed_bytes",
     ),
-    _of_tier("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", "evicted_blocks"),
-    _of_tier("tier_quarantined_blocks_total", "Damaged blocks moved to quarantine.", "blocks", "quarantined_blocks"),
-    _of_tier("tier_lookup_calls_total", "Lookups in a tier.", "calls", "lookup_calls"),
-    _of_tier("tier_lookup_seconds_total", "Time that lookups took.", "seconds", "lookup_seconds"),
-    _of_tier("tier_load_seconds_total", "Time that reading took, of all threads together.", "seconds", "load_seconds"),
-    _of_tier("tier_save_seconds_total", "Time that writing took, of all threads together.", "seconds", "save_seconds"),
+    _of_tier("tier_evicted_blocks_total", "Blocks deleted to make room.", stat="evicted_blocks"),
+    _of_tier("tier_quarantined_blocks_total", "Damaged blocks moved to quarantine.", stat="quarantined_blocks"),
+    _of_tier("tier_lookup_calls_total", "Lookups in a tier.", stat="lookup_calls"),
+    _of_tier("tier_lookup_seconds_total", "Time that lookups took.", stat="lookup_seconds"),
+    _of_tier("tier_load_seconds_total", "Time that reading took, of all threads together.", stat="load_seconds"),
+    _of_tier("tier_save_seconds_total", "Time that writing took, of all threads together.", stat="save_seconds"),
 )
-TIER_FAILURES = _counter(
+TIER_FAILURES = _metric(
     "tier_failures_total",
     "Failures in a tier, whether or not a request was affected.",
-    "failures",
-    ("tier", "operation", "cause"),
-    tuple((*tier, *failure) for tier, failure in product(_TIERS, _FAILURES)),
+    "tier",
+    "operation",
+    "cause",
+    known=tuple((*tier, *failure) for tier, failure in product(_TIERS, _FAILURES)),
 )
 TIER_STATES = (
-    _state("tier_resting_ratio", "The share of a tier that rests after failures, 0 to 1.", "ratio", "resting"),
-    _state("tier_queued_bytes", "Bytes that wait for write-behind.", "bytes", "queued_bytes"),
-    _state("tier_used_bytes", "Bytes in a tier, of all its users.", "bytes", "used_bytes"),
-    _state("tier_leased_bytes", "Bytes with a lease.", "bytes", "leased_bytes"),
-    _state("tier_capacity_bytes", "Bytes that a tier may take; absent without a limit.", "bytes", "capacity_bytes"),
+    _metric("tier_resting_ratio", "The share of a tier that rests after failures, 0 to 1.", "tier", stat="resting"),
+    _metric("tier_queued_bytes", "Bytes that wait for write-behind.", "tier", stat="queued_bytes"),
+    _metric("tier_used_bytes", "Bytes in a tier, of all its users.", "tier", stat="used_bytes"),
+    _metric("tier_leased_bytes", "Bytes with a lease.", "tier", stat="leased_bytes"),
+    _metric(
+        "tier_capacity_bytes", "Bytes that a tier may take; absent without a limit.", "tier", stat="capacity_bytes"
+    ),
 )
-_OF_SALT = ("tier", "salt")
-SALT_HITS = _counter("salt_hit_blocks_total", "Blocks found.", "blocks", _OF_SALT)
-SALT_EVICTIONS = _counter("salt_evicted_blocks_total", "Blocks evicted.", "blocks", _OF_SALT)
-SALT_BYTES = Metric("ucm:salt_used_bytes", Kind.GAUGE, "Bytes held.", _OF_SALT, "bytes", known=())
+SALT_HITS = _metric("salt_hit_blocks_total", "Blocks found.", "tier", "salt")
+SALT_EVICTIONS = _metric("salt_evicted_blocks_total", "Blocks evicted.", "tier", "salt")
+SALT_BYTES = _metric("salt_used_bytes", "Bytes held.", "tier", "salt")
 
-BLEND_REQUESTS = _counter(
+BLEND_REQUESTS = _metric(
     "blend_requests_total",
     "Requests with chunks, by whether they were blended, or why not.",
-    "requests",
-    ("outcome",),
-    (("blended",), ("miss",)),
+    "outcome",
+    known=(("blended",), ("miss",)),
 )
-BLEND_REUSED_TOKENS = _counter("blend_reused_tokens_total", "Tokens of blended prompts taken from chunks.", "tokens")
-BLEND_COMPUTED_TOKENS = _counter(
-    "blend_computed_tokens_total", "Tokens of blended stretches that were computed: gaps and selected ones.", "tokens"
+BLEND_REUSED_TOKENS = _metric("blend_reused_tokens_total", "Tokens of blended prompts taken from chunks.")
+BLEND_COMPUTED_TOKENS = _metric(
+    "blend_computed_tokens_total", "Tokens of blended stretches that were computed: gaps and selected ones."
 )
-BLEND_GATE_FAILURES = _counter(
-    "blend_gate_failures_total",
-    "Chunks that were computed because the gate rejected their KV.",
-    "chunks",
+BLEND_GATE_FAILURES = _metric(
+    "blend_gate_failures_total", "Chunks that were computed because the gate rejected their KV.", unit="chunks"
 )
-BLEND_SAVED_CHUNKS = _counter("blend_saved_chunks_total", "Chunks handed to the store.", "chunks")
+BLEND_SAVED_CHUNKS = _metric("blend_saved_chunks_total", "Chunks handed to the store.")
 
-SPARSE_REQUESTS = _counter(
+SPARSE_REQUESTS = _metric(
     "sparse_requests_total",
     "Requests, by whether a sparse method left something out, or why they were dense.",
-    "requests",
-    ("outcome",),
-    tuple((outcome,) for outcome in sorted(OUTCOMES)),
+    "outcome",
+    known=tuple((outcome,) for outcome in sorted(OUTCOMES)),
 )
-SPARSE_ROWS = _counter("sparse_rows_total", "Rows of steps, mostly decodes, that read less than their context.", "rows")
-SPARSE_READ_TOKENS = _counter(
-    "sparse_read_tokens_total", "Tokens that these rows read, added up over restricted layers.", "tokens"
+SPARSE_ROWS = _metric("sparse_rows_total", "Rows of steps, mostly decodes, that read less than their context.")
+SPARSE_READ_TOKENS = _metric(
+    "sparse_read_tokens_total", "Tokens that these rows read, added up over restricted layers."
 )
-SPARSE_HELD_TOKENS = _counter(
-    "sparse_held_tokens_total", "Tokens that they would have read there with dense attention.", "tokens"
+SPARSE_HELD_TOKENS = _metric("sparse_held_tokens_total", "Tokens that they would have read there with dense attention.")
+SPARSE_SELECT_SECONDS = _metric(
+    "sparse_select_seconds_total", "Time that the first rank's thread spent on selecting what to read."
 )
-SPARSE_SELECT_SECONDS = _counter(
-    "sparse_select_seconds_total", "Time that the first rank's thread spent on selecting what to read.", "seconds"
+SPARSE_SAMPLES = _metric(
+    "sparse_attention_samples_total", "Choices of blocks for a row and layer that were measured.", unit="choices"
 )
-SPARSE_SAMPLES = _counter(
-    "sparse_attention_samples_total", "Choices of blocks for a row and layer that were measured.", "choices"
+SPARSE_KEPT = _metric(
+    "sparse_attention_kept_total", "Shares of the row's attention that these choices kept, added up.", unit="shares"
 )
-SPARSE_KEPT = _counter(
-    "sparse_attention_kept_total", "Shares of the row's attention that these choices kept, added up.", "shares"
-)
-SPARSE_FETCHED_BLOCKS = _counter("sparse_fetched_blocks_total", "Offloaded blocks that were loaded again.", "blocks")
-SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that could not be loaded again.", "blocks")
-SPARSE_REROPE_ROWS = _counter(
-    "sparse_rerope_rows_total", "Rows of steps with tokens beyond the window of ReRoPE.", "rows"
-)
-SPARSE_REROPE_TOKENS = _counter(
+SPARSE_FETCHED_BLOCKS = _metric("sparse_fetched_blocks_total", "Offloaded blocks that were loaded again.")
+SPARSE_LOST_BLOCKS = _metric("sparse_lost_blocks_total", "Offloaded blocks that could not be loaded again.")
+SPARSE_REROPE_ROWS = _metric("sparse_rerope_rows_total", "Rows of steps with tokens beyond the window of ReRoPE.")
+SPARSE_REROPE_TOKENS = _metric(
     "sparse_rerope_tokens_total",
     "Tokens beyond the window: each layer merged a near and a far part of their attention, by what computes it.",
-    "tokens",
-    ("kernel",),
-    (("compiled",), ("torch",)),
+    "kernel",
+    known=(("compiled",), ("torch",)),
 )
-SPARSE_REROPE_KEYS = _counter(
-    "sparse_rerope_turned_keys_total", "Keys that were rotated for them in each layer.", "keys"
-)
+SPARSE_REROPE_KEYS = _metric("sparse_rerope_turned_keys_total", "Keys that were rotated for them in each layer.")
 
 #: All metrics by name, in the order of docs/metrics.md.
 METRICS = {

@@ -61,10 +61,13 @@ class ConnectorCounters:
         self._look_again = 0.0
 
     def add(self, metric: names.Metric, value: float = 1, key: str = "") -> None:
-        """Add to a metric's value with these label values, joined by dots."""
+        """Add to a metric's value with these label values, joined by dots; to a histogram's, an observation."""
         values = self._data.setdefault(metric.name, {})
-        before = values.get(key, 0)
-        values[key] = value if isinstance(before, list) else before + value
+        before = values.setdefault(key, [] if metric.kind is names.Kind.HISTOGRAM else 0)
+        if isinstance(before, list):
+            before.append(value)
+        else:
+            values[key] = before + value
 
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
         """Count a lookup of a request.
@@ -77,7 +80,7 @@ class ConnectorCounters:
         self.add(names.LOOKUPS, 1, "hit" if hit_tokens else "miss")
         self.add(names.QUERIED_TOKENS, queried_tokens)
         self.add(names.MATCHED_TOKENS, hit_tokens)
-        self._observe(names.LOOKUP_DURATION, seconds)
+        self.add(names.LOOKUP_DURATION, seconds)
 
     def hashed(self, blocks: int, seconds: float) -> None:
         """Count computed block keys."""
@@ -103,7 +106,7 @@ class ConnectorCounters:
                 if tokens_per_block:
                     self.add(names.HIT_TOKENS, count * tokens_per_block, tier)
         self.add(names.LOAD_BYTES, nbytes)
-        self._observe(names.LOAD_DURATION, seconds)
+        self.add(names.LOAD_DURATION, seconds)
 
     def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
         """Count saved blocks, and their bytes without those that the store had, in a time from the call to the end."""
@@ -111,7 +114,7 @@ class ConnectorCounters:
             return
         self.add(names.SAVE_BLOCKS, blocks)
         self.add(names.SAVE_BYTES, nbytes)
-        self._observe(names.SAVE_DURATION, seconds)
+        self.add(names.SAVE_DURATION, seconds)
 
     def hinted(self, outcome: str) -> None:
         """Count a request that asks for a lease, by ``retained`` or ``malformed``."""
@@ -160,12 +163,6 @@ class ConnectorCounters:
         self.take_data()
         if self._log is not None:
             self._log.close()
-
-    def _observe(self, metric: names.Metric, value: float) -> None:
-        values = self._data.setdefault(metric.name, {})
-        found = values.setdefault("", [])
-        if isinstance(found, list):
-            found.append(value)
 
     def _look_at_methods(self) -> None:
         for figures, before in self._methods:

@@ -55,18 +55,15 @@ class SeriesSet:
             if metric is None or engine not in self._engines:
                 self._say_strange(name if metric is None else f"engine {engine}")
                 continue
-            self._add(engine, metric, values)
-
-    def _add(self, engine: int, metric: Metric, values: Mapping[str, Any]) -> None:
-        for key, value in values.items():
-            child = self._child(engine, metric, key)
-            if metric.kind is Kind.COUNTER:
-                child.inc(value)
-            elif metric.kind is Kind.GAUGE:
-                child.set(value)
-            else:
-                for one in value if isinstance(value, list) else [value]:
-                    child.observe(one)
+            for key, value in values.items():
+                child = self._child(engine, metric, key)
+                if metric.kind is Kind.COUNTER:
+                    child.inc(value)
+                elif metric.kind is Kind.GAUGE:
+                    child.set(value)
+                else:
+                    for one in value if isinstance(value, list) else [value]:
+                        child.observe(one)
 
     def _child(self, engine: int, metric: Metric, key: str) -> Any:
         found = self._children.get((engine, metric.name, key))

@@ -24,11 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.clock import SYSTEM
-from ucm.compat import connector_abilities, optional, outer_transfer, reported_by_workers
+from ucm.compat import connector_abilities, optional, outer_transfer
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
-from ucm.integration.vllm.connector.handoff import SAVED, is_handed_on
+from ucm.integration.vllm.connector.hints import SAVED, is_handed_on
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
 from ucm.integration.vllm.metric_names import copied, merge, summary
@@ -103,15 +103,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, valid-typ
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         """Merge the reports of two workers."""
-        one, two = self.report, other.report
-        report = one or two
-        if one is not None and two is not None:
-            report = WeightsReport(
-                max(one.changed, two.changed),
-                max(one.looked, two.looked),
-                one.adapters | two.adapters,
-                one.refused or two.refused,
-            )
+        reports = [report for report in (self.report, other.report) if report is not None]
+        report = WeightsReport.merged(reports) if reports else None
         names = {**self.stored, **other.stored}
         return WorkerMetadata(
             report, {name: {**self.stored.get(name, {}), **other.stored.get(name, {})} for name in names}
@@ -268,7 +261,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process changes of weights that any rank reported."""
-        told = reported_by_workers(connector_output)
+        told = optional(connector_output, "kv_connector_worker_meta")
         if isinstance(told, WorkerMetadata):
             if told.report is not None:
                 self._scheduler.reported(told.report)

@@ -13,10 +13,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucm.compat import optional
+from ucm.compat import divided_context, optional
 from ucm.engine_process import connector, model_config
 from ucm.errors import UcmError
-from ucm.hashing.rank_geometry import Parallelism
 from ucm.hashing.request_hasher import RequestHasher
 from ucm.integration.vllm.connector.kv_cache import divided
 
@@ -118,8 +117,8 @@ def _of_one_rank(config: Any, model: Path, extra_config: Mapping[str, Any], engi
     """
     kept = {name: value for name, value in engine_args.items() if name not in _OF_RANKS}
     one = _engine_config(model, extra_config, kept)
-    sizes = Parallelism.of(config)
-    if sizes.pp * sizes.dcp * sizes.pcp > 1 or one.cache_config.block_size != config.cache_config.block_size:
+    divided_tokens = config.parallel_config.pipeline_parallel_size > 1 or divided_context(config.parallel_config)
+    if divided_tokens or one.cache_config.block_size != config.cache_config.block_size:
         raise UcmError(
             "what a rank of this engine stores is not known without it: it has pipeline or context parallelism, or "
             "recurrent layers",
@@ -259,10 +258,9 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
 
     # First, so that the weights' files are read once: the other connector finds their digests.
     alone = _facts(core, device)
-    sizes, of_one = Parallelism.of(config), core.scheduler.kv_cache_config
+    tp, of_one = config.parallel_config.tensor_parallel_size, core.scheduler.kv_cache_config
     groups = [
-        dataclasses.replace(group, kv_cache_spec=divided(group.kv_cache_spec, sizes.tp))
-        for group in of_one.kv_cache_groups
+        dataclasses.replace(group, kv_cache_spec=divided(group.kv_cache_spec, tp)) for group in of_one.kv_cache_groups
     ]
     of_ranks = dataclasses.replace(of_one, kv_cache_groups=groups)
     connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, of_ranks)

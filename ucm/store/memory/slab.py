@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.clock import Clock, Queue
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore, TaskResult
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer
 
 PAGE = 4096
 #: The size reserved for a rank's record and report, in bytes.
@@ -83,31 +83,6 @@ def jobs_of(jobs: Queue[Callable[[], None] | None], slab: Slab | None) -> Iterat
             return
         yield job
         del job  # with the memory that it refers to
-
-
-def start_load(store: KVStore, blocks: Sequence[BlockTransfer]) -> Task:
-    """Start to load blocks into rows. If the store raises, so does the task: it may write to the rows all the same."""
-    try:
-        return store.load(blocks)
-    except Exception as error:  # noqa: BLE001 - whoever waits for the task receives it
-        return _RaisedTask(error)
-
-
-class _RaisedTask(Task):
-    """A load that its store may or may not have begun.
-
-    Args:
-        error: What the store raised.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> TaskResult:
-        raise self._error
-
-    def check(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, slots=True)

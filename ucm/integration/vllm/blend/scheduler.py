@@ -20,11 +20,8 @@ from typing import TYPE_CHECKING, Any
 from ucm.blend import PIECE, Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
 from ucm.compat import (
     adapter_of,
-    admitted_requests,
     block_hashes,
-    block_ids_by_group,
     cache_salt,
-    grown_requests,
     has_media,
     is_pooled,
     is_streaming,
@@ -35,16 +32,17 @@ from ucm.compat import (
 )
 from ucm.integration.vllm import metric_names as names
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.metadata import BlockMoves
 from ucm.integration.vllm.connector.staging import Query
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
     from ucm.config.settings import BlendSettings
+    from ucm.integration.vllm.connector.prefix_cache import PrefixCacheScheduler
     from ucm.integration.vllm.connector.staging import Lookup, Stager
-    from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import Row, SlabAddress
 
@@ -54,6 +52,8 @@ IDLE_SECONDS = 0.05
 PIECES = CacheGroups((CacheGroup(0, 1, None, {}, ()),))
 #: The most chunks that are staged at the same time, so that the latency of a slow medium counts once for a prompt.
 AT_ONCE = 32
+#: The number of the pieces of chunks among those of KV-cache groups: in a worker's record of geometries, and of saves.
+OF_PIECES = -1
 
 
 @dataclass(slots=True)
@@ -86,33 +86,16 @@ class Blend:
 
 
 @dataclass(slots=True)
-class ChunkSave:
-    """A chunk at the start of a prompt whose KV the step computes.
-
-    Args:
-        keys: The keys of its pieces.
-        tokens: The number of its tokens.
-        block_ids: The blocks with its KV.
-    """
-
-    keys: list[BlockKey]
-    tokens: int
-    block_ids: list[int]
-
-
-@dataclass(slots=True)
 class BlendPlan:
     """One step.
 
     Args:
         blends: Stretches to fill before the forward.
-        saves: Chunks to save after it.
         slab: The address of the slab with staged chunks; sent with that of the slab with staged blocks.
         shares: The offset of each rank's part from a piece's offset.
     """
 
     blends: list[Blend] = field(default_factory=list)
-    saves: list[ChunkSave] = field(default_factory=list)
     slab: SlabAddress | None = None
     shares: tuple[int, ...] = ()
 
@@ -178,7 +161,6 @@ class BlendRequest:
         end: The end of the last reported stretch; 0 for none.
         computed: The start of that stretch.
         blended: Whether some of its KV is approximate; this never changes back.
-        block_ids: Its blocks.
         saved: Whether its first chunk needs no save any more.
         outcome: The last counted outcome; vLLM asks again in each step until it has room.
     """
@@ -191,7 +173,6 @@ class BlendRequest:
     end: int = 0
     computed: int = 0
     blended: bool = False
-    block_ids: list[int] = field(default_factory=list)
     saved: bool = False
     outcome: str = ""
 
@@ -203,11 +184,7 @@ class BlendScheduler:
         settings: The settings of blending.
         block_size: Tokens of vLLM's blocks.
         stager: Stages chunks; nothing is blended before it has begun.
-        counters: The counters of decisions.
-        batches: The maximum number of steps in flight.
-        loads: Whether the engine's role allows loads.
-        may_save: Whether a request's KV may be saved; not if the role forbids it, nor if vLLM may have found other
-            content under a name of its blocks.
+        exact: Decides on exact prefixes, and plans each step first.
     """
 
     def __init__(
@@ -215,26 +192,18 @@ class BlendScheduler:
         settings: BlendSettings,
         block_size: int,
         stager: Stager,
-        counters: ConnectorCounters,
-        *,
-        batches: int = 1,
-        loads: bool = True,
-        may_save: Callable[[Any], bool] = lambda _: True,
+        exact: PrefixCacheScheduler,
     ) -> None:
         self._settings = settings
         self._ends = frozenset(settings.chunk_end_token_ids)
         self._block_size = block_size
         self._stager = stager
-        self._counters = counters
-        self._batches = batches
-        self._loads, self._may_save = loads, may_save
+        self._exact = exact
         self.off = ""  #: why nothing is blended any more; empty if it is
         self._names = ChunkNames(b"")
         self._requests: dict[str, BlendRequest] = {}
         self._to_blend: dict[str, BlendRequest] = {}
-        self._holds: list[tuple[int, list[Lookup]]] = []
         self._said: set[str] = set()
-        self._step = 0
 
     def matched(self, request: Any, computed: int, exact: int) -> int | None:
         """Return the number of tokens in a blended stretch beyond the computed ones.
@@ -251,7 +220,7 @@ class BlendScheduler:
         state.end = 0
         if not state.blended and state.names is not None:
             state.names.take_back()
-        if not self._loads or not any(chunk.end > computed + exact for chunk in state.chunks):
+        if not self._exact.loads or not any(chunk.end > computed + exact for chunk in state.chunks):
             return 0
         refusal = self.off or _cannot_load(request)
         if refusal:
@@ -277,23 +246,13 @@ class BlendScheduler:
         state.names.give(computed)
         return end - computed
 
-    def allocated(self, request: Any, blocks: Any, tokens: int) -> bool:
-        """Record the blocks that a request got at its admission.
-
-        Args:
-            request: vLLM's request.
-            blocks: Its ``KVCacheBlocks``, including those of computed tokens.
-            tokens: The reported hit tokens beyond the computed ones.
-
-        Returns:
-            Whether they are a blended stretch.
-        """
+    def allocated(self, request: Any, tokens: int) -> bool:
+        """Note that a request is admitted; return whether the reported tokens of its hit are a blended stretch."""
         state = self._state(request)
         if not state.end or not tokens:
             self._let_go(state)
             return False
         state.blended = True
-        state.block_ids = block_ids_by_group(blocks)[0]
         self._to_blend[request.request_id] = state
         self._count(state, "blended")
         return True
@@ -320,30 +279,31 @@ class BlendScheduler:
         return found
 
     def plan(self, scheduler_output: Any) -> BlendPlan:
-        """Return the workers' part of a step; `written` returns the blocks that it fills."""
-        self._step += 1
-        while self._holds and self._holds[0][0] <= self._step - self._batches:
-            self._release(self._holds.pop(0)[1])
+        """Return the stretches of a step; `written` returns the blocks that it fills, and `saves` what to save."""
         for cause in self._stager.failures():
-            self._counters.failed("load", cause, 1)
+            self._exact.counters.failed("load", cause, 1)
         plan = BlendPlan(shares=self._stager.shares.get(0, ()))
-        self._take_blocks(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         begun = [request_id for request_id in self._to_blend if request_id in scheduled]
         written = self._written_by_forward(scheduled) if begun else set()
         for request_id in begun:
             blended = self._to_blend.pop(request_id)
             plan.blends.append(self._blend(request_id, blended, written, scheduled[request_id]))
-        for request_id, number in scheduled.items():
-            state = self._requests.get(request_id)
-            if state is not None and not state.saved:
-                plan.saves += self._save(state, state.request.num_computed_tokens + number)
         if not scheduler_output.total_num_scheduled_tokens:
             lookups = [lookup for state in self._requests.values() for lookup in state.lookups]
             waiting = [lookup for lookup in lookups if not lookup.finished]
             if waiting and not self._to_blend:
                 self._stager.wait(waiting, IDLE_SECONDS)
         return plan
+
+    def saves(self, scheduler_output: Any) -> list[BlockMoves]:
+        """Return the chunks at the start of prompts whose exact KV a step computes."""
+        found = []
+        for request_id, number in scheduler_output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None and not state.saved:
+                found += self._save(state, state.request.num_computed_tokens + number)
+        return found
 
     def written(self, plan: BlendPlan) -> set[int]:
         """Return the blocks that a step fills before its forward."""
@@ -357,17 +317,8 @@ class BlendScheduler:
             if state is not None:
                 computed = state.request.num_computed_tokens
                 first, last = computed // self._block_size, -(-(computed + number) // self._block_size)
-                found.update(state.block_ids[first:last])
+                found.update(self._exact.blocks_of(request_id)[first:last])
         return found
-
-    def _take_blocks(self, scheduler_output: Any) -> None:
-        """Record the blocks of the scheduled requests."""
-        for request_id, ids, _ in admitted_requests(scheduler_output):
-            if request_id in self._requests:
-                self._requests[request_id].block_ids = ids[0]
-        for request_id, new_ids in grown_requests(scheduler_output):
-            if request_id in self._requests:
-                self._requests[request_id].block_ids.extend(new_ids[0])
 
     def finished(self, request: Any) -> None:
         """Remove a request that has ended."""
@@ -423,35 +374,36 @@ class BlendScheduler:
             if lookup.end and chunk.end > start and chunk.start < end:
                 chunks.append(chunk)
                 places.append(self._stager.offsets(_rows(lookup)))
-        self._holds.append((self._step, lookups))
-        blocks = state.block_ids[: -(-asked // self._block_size)]
+        for lookup in lookups:
+            self._exact.hold(self._stager, lookup)
+        blocks = self._exact.blocks_of(request_id)[: -(-asked // self._block_size)]
         exact = enumerate(blocks[: -(-start // self._block_size)])
         unwritten = next((place * self._block_size for place, block in exact if block in written), start)
         tokens, question = (list(state.request.all_token_ids[a:b]) for a, b in ((unwritten, end), (end, asked)))
         return Blend(request_id, start, end, tokens, blocks, chunks, places, unwritten, question)
 
-    def _save(self, state: BlendRequest, computed: int) -> list[ChunkSave]:
+    def _save(self, state: BlendRequest, computed: int) -> list[BlockMoves]:
         """Return the chunk at the start of a request, once its exact KV is computed."""
         chunk = state.chunks[0]
         if not state.blended and computed < chunk.end:
             return []
         state.saved = True
-        if state.blended or self.off or not self._may_save(state.request):
+        if state.blended or self.off or not self._exact.vouches_for(state.request):
             return []
-        return [ChunkSave(state.keys[0], chunk.tokens, state.block_ids[: -(-chunk.end // self._block_size)])]
+        name, keys = state.request.request_id, state.keys[0]
+        blocks = self._exact.blocks_of(name)[: -(-chunk.end // self._block_size)]
+        depths = [min(piece * PIECE, chunk.end) for piece in range(1, chunk.pieces + 1)]
+        return [BlockMoves(name, OF_PIECES, keys, blocks, depths, step=self._exact.step)]
 
     def _let_go(self, state: BlendRequest) -> None:
-        self._release(state.lookups)
-        state.lookups = []
-
-    def _release(self, lookups: Sequence[Lookup]) -> None:
-        for lookup in lookups:
+        for lookup in state.lookups:
             self._stager.release(lookup)
+        state.lookups = []
 
     def _count(self, state: BlendRequest, outcome: str) -> None:
         if outcome != state.outcome and not (state.blended and outcome == "miss"):
             state.outcome = outcome
-            self._counters.add(names.BLEND_REQUESTS, key=outcome)
+            self._exact.counters.add(names.BLEND_REQUESTS, key=outcome)
 
     def _say(self, what: str) -> None:
         if what not in self._said and len(self._said) < 100:  # noqa: PLR2004 - clients write these texts

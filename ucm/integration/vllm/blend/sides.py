@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucm.background import call_within
 from ucm.clock import SYSTEM
 from ucm.compat import hashes_are_bytes, leave_out, optional, runs_micro_batches
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.caches import LayerCaches
-from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
-from ucm.integration.vllm.blend.worker import BlendWorker
+from ucm.integration.vllm.blend.scheduler import AT_ONCE, OF_PIECES, PIECES, BlendScheduler
+from ucm.integration.vllm.blend.worker import BlendWorker, ChunkSaves
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
 from ucm.integration.vllm.connector.prefix_cache import left_alone
-from ucm.integration.vllm.connector.saving import Saver
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide, create_slab
 from ucm.integration.vllm.connector.staging import Stager
-from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.store.factory import opening_store
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
     from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
-    from ucm.store.base import KVStore
+    from ucm.integration.vllm.connector.transfer_worker import TransferWorker
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 #: The values of ``cache_dtype`` with which KV is stored as the model computes it.
@@ -44,8 +41,6 @@ UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", 
 
 #: The part of the namespace, below the engine's, for position-free KV of chunks; exact lookups never read it.
 CHUNKS = "chunks"
-#: In a worker's record of geometries, the number of the pieces of chunks among those of KV-cache groups.
-OF_PIECES = -1
 
 
 def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
@@ -90,31 +85,6 @@ def require_engine(vllm_config: Any, groups: Sequence[Any]) -> None:
         )
 
 
-def require_alone(vllm_config: Any) -> None:
-    """Refuse to be one of several connectors, because the others would save blended KV under exact keys.
-
-    vLLM gives each connector of a ``MultiConnector`` its own configuration. The engine's configuration is available
-    while its workers create their connectors.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig`` that this connector was given, in a worker.
-
-    Raises:
-        UnsupportedModelError: If the engine's own configuration names another connector.
-    """
-    try:
-        from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - ucm imports without vLLM
-    except ImportError:
-        return
-    outer = optional(get_current_vllm_config_or_none(), "kv_transfer_config.kv_connector")
-    if outer is not None and outer != vllm_config.kv_transfer_config.kv_connector:
-        raise UnsupportedModelError(
-            "the other connectors would save blended KV as exact",
-            where=f"kv_transfer_config.kv_connector: {outer}",
-            fix="name BlendConnector, which also loads and saves exact prefixes, as the engine's only connector",
-        )
-
-
 def _refuse_model(model: Any, groups: Sequence[Any]) -> None:
     where = f"model {model.model!r}"
     text = optional(model, "hf_text_config")
@@ -144,8 +114,6 @@ def _refuse_parallel(vllm_config: Any) -> None:
     for name in (
         "pipeline_parallel_size",
         "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
     ):
         if int(optional(parallel, name, 1) or 1) > 1:
             raise UnsupportedModelError(
@@ -166,7 +134,7 @@ class BlendSchedulerSide(SchedulerSide):
     """The side in the scheduler's process; its arguments are those of `SchedulerSide`.
 
     Raises:
-        UnsupportedModelError: If nothing can be blended in this engine.
+        UnsupportedModelError: If nothing can be blended in this engine, or it has other connectors.
     """
 
     def __init__(
@@ -179,9 +147,13 @@ class BlendSchedulerSide(SchedulerSide):
         clock: Clock = SYSTEM,
     ) -> None:
         super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
+        if not self.hands_over:
+            raise UnsupportedModelError(
+                "the other connectors would save blended KV as exact",
+                where="kv_transfer_config",
+                fix="name BlendConnector, which also loads and saves exact prefixes, as the engine's only connector",
+            )
         require_engine(vllm_config, self._groups.groups)
-        transfer = vllm_config.kv_transfer_config
-        self._chunk_stores: list[KVStore] = []
         # A piece is larger than most blocks, and all rows of a slab have one size.
         self._chunk_slab = create_slab(vllm_config, settings, self._groups, self._ranks, clock=clock)
         self._chunks = Stager(
@@ -196,12 +168,7 @@ class BlendSchedulerSide(SchedulerSide):
             settings.blend or BlendSettings(),
             self._groups.groups[0].block_size,
             self._chunks,
-            self.counters,
-            batches=self._batches,
-            loads=transfer.is_kv_consumer,
-            may_save=lambda request: (
-                self.scheduler.saves and bool(self.namespace) and not self.scheduler.is_excluded(request)
-            ),
+            self.scheduler,
         )
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -215,7 +182,7 @@ class BlendSchedulerSide(SchedulerSide):
 
     def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to fill them with."""
-        is_blended = self.blending.allocated(request, blocks, num_external_tokens)
+        is_blended = self.blending.allocated(request, num_external_tokens)
         super().allocated(request, blocks, 0 if is_blended else num_external_tokens)
         if is_blended:  # KV computed after blended KV is approximate, too
             self.scheduler.exclude(request)
@@ -232,7 +199,8 @@ class BlendSchedulerSide(SchedulerSide):
         found.slab = plan.slab and self._chunk_slab.address
         written = self.blending.written(found)
         plan.fresh_block_ids |= written
-        plan.looks |= bool(found.blends or found.saves)
+        plan.looks |= bool(found.blends)
+        plan.saves += self.blending.saves(scheduler_output)
         plan.late_saves = left_alone(plan.late_saves, written, self.counters)
         return plan
 
@@ -264,39 +232,18 @@ class BlendSchedulerSide(SchedulerSide):
             get_logger(__name__).warning("[UCM.Blend] no request is blended, because of workers on other hosts")
         elif self.scheduler.stager.has_begun:
             (tags,), geometries = self._tags.values(), geometries_of(records, {OF_PIECES: self._ranks})[OF_PIECES]
-            self._chunk_stores = [
+            self._stores[OF_PIECES] = [
                 opening_store(self._config, f"{self.namespace}/{CHUNKS}/{tag}", geometry, clock=self._clock)
                 for tag, geometry in zip(tags, geometries, strict=True)
             ]
-            self._chunks.begin({0: self._chunk_stores}, {0: geometries})
-
-    def _close_stores(self) -> None:
-        for store in self._chunk_stores:
-            store.close()
-        super()._close_stores()
+            self._chunks.begin({0: self._stores[OF_PIECES]}, {0: geometries})
 
 
 class BlendWorkerSide(WorkerSide):
-    """The side in a worker's process; its arguments are those of `WorkerSide`.
+    """The side in a worker's process; its arguments are those of `WorkerSide`."""
 
-    Raises:
-        UnsupportedModelError: If the engine has other connectors.
-    """
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig | None,
-        settings: ConnectorConfig,
-        connector_base: type,
-        *,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        super().__init__(vllm_config, kv_cache_config, settings, connector_base, clock=clock)
-        require_alone(vllm_config)
-        self._saver: Saver | None = None
-        self._caches: LayerCaches | None = None
-        self._blending: BlendWorker | None = None
+    _caches: LayerCaches | None = None
+    _blending: BlendWorker | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Also find the model and its layers; must be called by the runner.
@@ -318,13 +265,7 @@ class BlendWorkerSide(WorkerSide):
         super().load(plan, forward_context, **given)
         if not plan.namespace or plan.blend is None or self._blending is None or self._caches is None:
             return
-        if self._saver is None:
-            config, where = self._settings.store.as_store_config(), f"{plan.namespace}/{CHUNKS}"
-            geometry = self._caches.geometry
-            store = opening_store(config, f"{where}/{self._tag(self._groups.groups[0])}", geometry, clock=self._clock)
-            self._saver = Saver(store, geometry.nbytes, config.save_queue_bytes, clock=self._clock)
         attn_metadata = given.get("attn_metadata")
-        self._blending.begin(plan, self._saver)
         self._blending.blend(
             plan.blend,
             forward_context.attn_metadata if attn_metadata is None else attn_metadata,
@@ -332,20 +273,20 @@ class BlendWorkerSide(WorkerSide):
         )
         self.report.refused = self._blending.refused
 
-    def save(self, plan: StepPlan) -> None:
-        """Save what a step has computed, after its forward."""
-        super().save(plan)
-        if plan.namespace and plan.blend is not None and self._blending is not None and self.is_valid(plan):
-            self._blending.save(plan.blend)
-
     def close(self) -> None:
         """Finish pending saves, and close the stores."""
         if self._blending is not None:
             self._blending.close()
-        if self._saver is not None:
-            self._saver.close()
-            call_within(self._saver.store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
         super().close()
+
+    def _create_worker(self, namespace: str) -> TransferWorker:
+        worker, config = super()._create_worker(namespace), self._settings.store.as_store_config()
+        if self._blending is not None and self._caches is not None:
+            where = f"{namespace}/{CHUNKS}/{self._tag(self._groups.groups[0])}"
+            store = opening_store(config, where, self._caches.geometry, clock=self._clock)
+            saves = ChunkSaves(self._caches, self._blending, store, config.save_queue_bytes, clock=self._clock)
+            worker.add((OF_PIECES, 0), saves, self._rank)
+        return worker
 
     def _find_layers(self, kv_caches: Mapping[str, Any]) -> None:
         config = self._vllm_config

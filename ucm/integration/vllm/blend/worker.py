@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucm.background import wait_while_it_shrinks
 from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused_spans, runs_of
 from ucm.clock import SYSTEM
 from ucm.integration.vllm import metric_names as names
-from ucm.integration.vllm.connector.saving import SaveTask
-from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
+from ucm.integration.vllm.connector.transfer import GroupTransfer
 from ucm.logger import get_logger
 from ucm.rotary import differs, tolerance
 from ucm.store.base import BlockKey, BlockTransfer
@@ -29,10 +27,10 @@ if TYPE_CHECKING:
     from ucm.clock import Clock
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
-    from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
-    from ucm.integration.vllm.connector.metadata import StepPlan
-    from ucm.integration.vllm.connector.saving import Saver
+    from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan
+    from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.integration.vllm.metrics import ConnectorCounters
+    from ucm.store.base import KVStore
     from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
@@ -84,7 +82,6 @@ class BlendWorker:
         name: str = "",
         clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
         self._caches = caches
         self._model = model
         self._settings = settings
@@ -93,10 +90,6 @@ class BlendWorker:
         self._rank = rank
         self._name = name
         self._slab = SlabReader(clock=clock)
-        self._saver: Saver | None = None
-        self._under_way: list[SaveTask] = []
-        self._unconfirmed = Unconfirmed(SaveTask.confirm, SaveTask.drop)
-        self._step = 0
         self._failures = 0
         self._unseen = False
 
@@ -109,11 +102,6 @@ class BlendWorker:
         """Open the slab of staged chunks."""
         if not self._slab.attached:
             self._slab.attach(address, self._rank, {})
-
-    def begin(self, step: StepPlan, saver: Saver) -> None:
-        """Begin a step, whose plan says which saves are confirmed; ``saver`` saves chunks, a piece in each row."""
-        self._saver, self._step = saver, step.step
-        self._unconfirmed.begin(step)
 
     def blend(self, plan: BlendPlan, attn_metadata: Any, *, usable: bool = True) -> None:
         """Fill all stretches of a step.
@@ -131,17 +119,13 @@ class BlendWorker:
                 raise TypeError(f"the attention metadata of the step is a {type(attn_metadata).__name__}")
             self._fill(blend, plan.shares, attn_metadata, usable=usable and not self.refused)
 
-    def save(self, plan: BlendPlan) -> None:
-        """Store the chunks that the step has computed, without their positions."""
-        if self._saver is not None and not self.refused:
-            for save in plan.saves:
-                self._save(save, self._saver)
-        self._settle()
+    def saved_chunk(self) -> None:
+        """Count a chunk that is handed to the store."""
+        if self._rank == 0:
+            self._counters.add(names.BLEND_SAVED_CHUNKS)
 
     def close(self) -> None:
-        """Finish pending saves, and detach from the slab."""
-        self._unconfirmed.close()
-        wait_while_it_shrinks(self._left, STILL_SECONDS, clock=self._clock)
+        """Detach from the slab."""
         self._slab.close()
 
     # Filling
@@ -157,7 +141,8 @@ class BlendWorker:
             self._compute(stretch, [Run(blend.unwritten, blend.start)])
         loaded = self._load(blend, shares, blocks, usable=usable)
         chunks = list(loaded)
-        chosen = gaps_and_edges(chunks, blend.start, blend.end, self._edge_tokens)
+        edge_tokens = self._settings.edge_tokens if self._settings.select != "none" else 0
+        chosen = gaps_and_edges(chunks, blend.start, blend.end, edge_tokens)
         self._compute(stretch, runs_of(chosen, blend.start))
         if self._settings.select == "question":
             more = self._asked_about(stretch, chunks, chosen)
@@ -175,10 +160,6 @@ class BlendWorker:
         if self._rank == 0:
             self._counters.add(names.BLEND_REUSED_TOKENS, blend.end - blend.start - computed)
             self._counters.add(names.BLEND_COMPUTED_TOKENS, computed)
-
-    @property
-    def _edge_tokens(self) -> int:
-        return self._settings.edge_tokens if self._settings.select != "none" else 0
 
     def _load(
         self, blend: Blend, shares: tuple[int, ...], blocks: Tensor, *, usable: bool
@@ -327,41 +308,37 @@ class BlendWorker:
                 self._failures,
             )
 
-    # Storing
 
-    def _save(self, save: ChunkSave, saver: Saver) -> None:
+class ChunkSaves(GroupTransfer):
+    """Saves the chunks that a step has computed, without their positions, a piece in each row.
+
+    Args:
+        caches: The rank's KV caches.
+        blending: The rank's worker, which may refuse the model.
+        store: The store of pieces.
+        room: Bytes that may wait to be written.
+        clock: Time and threads.
+    """
+
+    def __init__(
+        self, caches: LayerCaches, blending: BlendWorker, store: KVStore, room: int, *, clock: Clock = SYSTEM
+    ) -> None:
+        super().__init__(caches.geometry, caches.names, store, room, clock=clock)
+        self._caches, self._blending = caches, blending
+
+    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
+        """Copy all layers of a chunk, which is of use as a whole only."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        task = saver.begin(save.keys, [0] * len(save.keys))
-        self._under_way.append(task)
-        if len(task.rows) < len(save.keys):  # a chunk is of use as a whole only
+        if self._blending.refused or len(task.rows) < len(task.depths):
             task.drop()
             return
         caches = self._caches
-        layers = len(caches.names)
-        blocks = caches.blocks(save.block_ids)
-        positions = torch.arange(save.tokens, device=caches.device)
-        pieces = [
-            torch.frombuffer(row, dtype=caches.dtype).view(layers, *caches.piece_shape).zero_() for row in task.rows
-        ]
-        for layer in range(layers):
+        blocks, positions = caches.blocks(block_ids), torch.arange(task.depths[-1], device=caches.device)
+        shape = (len(caches.names), *caches.piece_shape)
+        pieces = [torch.frombuffer(row, dtype=caches.dtype).view(shape).zero_() for row in task.rows]
+        for layer in layers:
             for plane, found in enumerate(caches.read_free(layer, blocks, positions)):
                 for piece, part in zip(pieces, found.cpu().split(PIECE), strict=True):
                     piece[layer, plane, : len(part)] = part
-        self._unconfirmed.add(task, self._step)
-        if self._rank == 0:
-            self._counters.add(names.BLEND_SAVED_CHUNKS)
-
-    def _left(self) -> int:
-        self._settle()
-        return len(self._under_way) + (0 if self._saver is None else self._saver.waiting_bytes)
-
-    def _settle(self) -> None:
-        """Release the memory of saves that have ended, and count the pieces that were not stored."""
-        under_way, self._under_way = self._under_way, []
-        for task in under_way:
-            if not task.check():
-                self._under_way.append(task)
-                continue
-            for error in task.wait().failed.values():
-                self._counters.failed("save", error.cause)
+        self._blending.saved_chunk()

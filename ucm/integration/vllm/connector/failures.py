@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ucm.compat import (
     DRAFTS,
-    can_sleep,
     device_type,
     divided_context,
     hands_over_states,
@@ -112,7 +111,7 @@ def refuse_what_cannot_work(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         )
     if kv_cache_config is not None:
         refuse_lost_states(vllm_config, kv_cache_config)
-    if can_sleep(vllm_config) and device_type(vllm_config) != "cpu":
+    if optional(vllm_config, "model_config.enable_sleep_mode") and device_type(vllm_config) != "cpu":
         raise UnsupportedModelError(
             "vLLM's sleep mode frees the KV cache's memory without telling the workers' connectors, which may "
             "still be saving from it",

@@ -16,17 +16,12 @@ from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import (
-    attends_ahead,
-    is_transferred,
     kv_cache_layout,
     layer_specs,
     optional,
     page_bytes,
-    replayed_tokens,
-    retained_tokens,
 )
 from ucm.errors import ConfigError
-from ucm.hashing.rank_geometry import Parallelism
 from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
 from ucm.store.base import BlockGeometry
 
@@ -311,7 +306,8 @@ def in_slices(groups: CacheGroups, shards: int, vllm_config: Any) -> CacheGroups
     """
     if not shards:
         return groups
-    ranks, heads = Parallelism.of(vllm_config).tp, int(vllm_config.model_config.get_total_num_kv_heads())
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = int(vllm_config.model_config.get_total_num_kv_heads())
     if shards % ranks or heads % shards:
         raise ConfigError(
             f"the model has {heads} KV heads, and the engine {ranks} tensor-parallel ranks",
@@ -387,11 +383,11 @@ def _kinds(spec: Any) -> set[str]:
 def _refusal(group: Any, spec: Any) -> tuple[str, str]:
     """Return why a layer's KV cannot be restored from stored blocks, and what to do; empty if it can."""
     kind, fix = type(spec).__name__, "run this model without a UCM connector"
-    if not is_transferred(group):
+    if not optional(group, "enable_kv_transfer", True) or optional(group, "host_resident"):
         return "whose blocks vLLM keeps elsewhere", fix
-    if replayed_tokens(spec):
+    if optional(spec, "prefix_replay_tokens"):
         return "whose window vLLM rebuilds after a hit from fewer tokens", "start vLLM with --no-swa-bounded-replay"
-    if attends_ahead(spec):
+    if optional(spec, "non_causal"):
         return "whose tokens attend to later ones", fix
     if kind in FULL_ATTENTION | SLIDING_WINDOW | LOCAL_ATTENTION | RECURRENT | RING:
         return "", ""
@@ -407,7 +403,9 @@ def _window(spec: Any) -> int | None:
     kind = type(spec).__name__
     if kind in LOCAL_ATTENTION:
         return int(spec.attention_chunk_size)
-    return int(spec.sliding_window) + retained_tokens(spec) if kind in SLIDING_WINDOW else None
+    if kind in SLIDING_WINDOW:
+        return int(spec.sliding_window) + int(optional(spec, "extra_retained_tokens", 0))
+    return None
 
 
 def _unpadded(spec: Any) -> int:
@@ -436,7 +434,9 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
         limit = min(limit, gap * groups[i].chunk_tokens)
     limit -= limit % step
     ends = [i for i, group in enumerate(groups) if not group.needs_all]
-    while limit > 0 and not all(_reaches(groups[i], present[i], limit) for i in ends):
+    while limit > 0 and not all(
+        chunk < len(present[i]) and present[i][chunk] for i in ends for chunk in groups[i].needed(0, limit)
+    ):
         limit -= step
     return limit
 
@@ -455,10 +455,6 @@ def lacking(groups: CacheGroups, present: Sequence[Sequence[bool]], end: int, li
             if chunk >= len(row) or not row[chunk]:
                 return place, chunk
     return None
-
-
-def _reaches(group: CacheGroup, present: Sequence[bool], num_tokens: int) -> bool:
-    return all(chunk < len(present) and present[chunk] for chunk in group.needed(0, num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,22 +122,17 @@ class WeightsReport:
     refused: bool = False
 
     def to_record(self) -> dict[str, Any]:
-        """Return the report as plain values, for `of_records`."""
+        """Return the report as plain values, for its JSON."""
         return {**asdict(self), "adapters": sorted(self.adapters)}
 
     @classmethod
-    def of_records(cls, records: Collection[Mapping[str, Any]], ranks: int) -> WeightsReport:
-        """Merge what some or all of the ranks have reported, each at a time of its own.
-
-        Args:
-            records: The reports of these ranks.
-            ranks: The number of all ranks.
-        """
+    def merged(cls, reports: Collection[WeightsReport], *, missing: bool = False) -> WeightsReport:
+        """Merge what ranks have reported; ``missing``: some may have no report, and not because nothing is new."""
         return cls(
-            changed=max((record["changed"] for record in records), default=-1),
-            looked=min(record["looked"] for record in records) if len(records) == ranks else 0,
-            adapters=frozenset(number for record in records for number in record["adapters"]),
-            refused=any(record["refused"] for record in records),
+            changed=max((report.changed for report in reports), default=-1),
+            looked=0 if missing else min(report.looked for report in reports),
+            adapters=frozenset().union(*(report.adapters for report in reports)),
+            refused=any(report.refused for report in reports),
         )
 
 

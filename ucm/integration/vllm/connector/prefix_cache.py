@@ -22,8 +22,7 @@ from ucm.compat import (
     preemptions,
     prepared_blocks,
 )
-from ucm.integration.vllm.connector.handoff import comes_from_afar, saved_tokens
-from ucm.integration.vllm.connector.hints import HintError, retain_seconds
+from ucm.integration.vllm.connector.hints import HintError, comes_from_afar, retain_seconds, saved_tokens
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
@@ -194,7 +193,7 @@ class PrefixCacheScheduler:
         self._stored = {group.index: group for group in groups.groups}
         self._block_keys = block_keys
         self.stager = stager
-        self._counters = counters
+        self.counters = counters
         self._options = options
         self._requests: dict[str, RequestState] = {}
         self._to_load: dict[str, PendingLoad] = {}
@@ -202,8 +201,8 @@ class PrefixCacheScheduler:
         self._loading: dict[str, int] = {}
         self._first = ""  # the request that waits for the loads of others and blocks further loads meanwhile
         self._late: list[BlockMoves] = []
-        self._holds: list[tuple[int, Lookup]] = []
-        self._others = OtherLoads()
+        self._holds: list[tuple[int, Stager, Lookup]] = []
+        self.others = OtherLoads()  #: to be told when vLLM's own prefix cache was emptied
         self._hint_refused = False
         self.step = 0  #: the last planned step
         self._epoch = 0
@@ -211,6 +210,7 @@ class PrefixCacheScheduler:
         self._waits = False
         self._confirmed = 0  # the last step before which no rank has found its weights changed
         self.events: StoreEvents | None = None  #: told of saves and loads, to announce the blocks
+        self.loads = options.loads
         #: whether blocks are saved: the engine's role allows it, and all ranks can tell that their weights changed
         self.saves = options.saves
         self.namespace = ""  #: the namespace of the engine's blocks, for the workers; empty until it is known
@@ -244,7 +244,7 @@ class PrefixCacheScheduler:
 
     def _found(self, state: RequestState, num_computed_tokens: int) -> int | None:
         request, lookup = state.request, state.lookup
-        if self._is_excluded(state) or not self._options.loads:
+        if self._is_excluded(state) or not self.loads:
             return 0
         if request.request_id in self._loading:
             # vLLM asks again because not even the first block was loaded. The next load might fail as well.
@@ -261,10 +261,10 @@ class PrefixCacheScheduler:
         found = lookup.end - num_computed_tokens
         if state.asked is not None:
             seconds, state.asked = self._clock.monotonic() - state.asked, None
-            self._counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
+            self.counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
             state.awaited = 0
             if lookup.awaits:
-                self._counters.failed("load", "awaited", max(1, (lookup.query.awaited - lookup.end) // self._alignment))
+                self.counters.failed("load", "awaited", max(1, (lookup.query.awaited - lookup.end) // self._alignment))
                 logger.warning(
                     "[UCM.Load] request %s: %d tokens were handed over through the store, and only %d were there after "
                     "%.1f s; the others are computed",
@@ -348,7 +348,9 @@ class PrefixCacheScheduler:
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.step += 1
-        self._end_holds(self.step - self._options.batches)
+        while self._holds and self._holds[0][0] <= self.step - self._options.batches:
+            _, stager, lookup = self._holds.pop(0)
+            stager.release(lookup)
         plan = StepPlan(
             self.step,
             self.namespace,
@@ -363,46 +365,41 @@ class PrefixCacheScheduler:
             plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
         fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids if block_id != NO_BLOCK)
-        self._note_sessions(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        running = [self._requests[name] for name in scheduled if name in self._requests]
+        for state in running:
+            if is_streaming(state.request):  # it may have got other inputs since
+                self._block_keys.note(state.request)
         if self._has_states:
             self._take_states(scheduler_output, fresh)
         saving = set[tuple[int, bytes]]()
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
+        for state in running:
             state.ran = self.step
             if self._may_save(state):
-                computed = state.request.num_computed_tokens + num_scheduled
+                computed = state.request.num_computed_tokens + scheduled[state.request.request_id]
                 saves = self._saves(state, computed, saving) + self._state_saves(state, computed, saving)
                 plan.saves += saves
                 if saves and self._span_end() != state.used:  # the chain must not become older than its new end
                     self._use(state, state.request.num_computed_tokens)
         late, self._late = self._late, []
-        plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
+        plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self.counters), fresh
         if plan.idle and not plan.loads:
-            pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
-            if not pending:
-                self._block_keys.wait(IDLE_SECONDS)
-            elif not any(lookup.finished for lookup in pending):
-                self._check_or_wait(pending, plan)
+            self._check_or_wait(plan)
         return plan
 
-    def _note_sessions(self, scheduler_output: SchedulerOutput) -> None:
-        """Note the inputs that streaming sessions may have got since."""
-        for request_id in scheduler_output.num_scheduled_tokens:
-            state = self._requests.get(request_id)
-            if state is not None and is_streaming(state.request):
-                self._block_keys.note(state.request)
-
-    def _check_or_wait(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
-        """Let the workers check their weights, once for each lookup; then wait for the lookups.
+    def _check_or_wait(self, plan: StepPlan) -> None:
+        """Let the workers check their weights, once for each lookup; then wait for the lookups, or for keys.
 
         A load checks the weights in any case. After a pause that may mean every byte, and an early check spares the
         load this.
         """
+        pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
         unchecked = [lookup for lookup in pending if not lookup.checked]
-        if unchecked:
+        if not pending:
+            self._block_keys.wait(IDLE_SECONDS)
+        elif any(lookup.finished for lookup in pending):
+            return
+        elif unchecked:
             plan.looks = True
             for lookup in unchecked:
                 lookup.checked = True
@@ -448,17 +445,13 @@ class PrefixCacheScheduler:
         found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
         for state, computed in found:
             if computed > state.known:
-                self._others.add(self._block_keys.of(state.request, size) or [], state.known // size)
+                self.others.add(self._block_keys.of(state.request, size) or [], state.known // size)
                 self.exclude(state.request)
         for state, _ in found:
             if not state.excluded:
                 keys = self._block_keys.of(state.request, size) or []
-                if self._others.may_be_in(keys[: -(-state.computed // size)]):
+                if self.others.may_be_in(keys[: -(-state.computed // size)]):
                     self.exclude(state.request)
-
-    def forget_others(self) -> None:
-        """Note that vLLM's own prefix cache was emptied, and with it the blocks of other connectors."""
-        self._others.forget()
 
     def finished(self, request: Request) -> int:
         """End a request; its full blocks that were not saved yet are saved with the next step.
@@ -516,16 +509,25 @@ class PrefixCacheScheduler:
         Their old blocks must not be found under new keys.
         """
         self._epoch += 1
-        self._others.rename()
+        self.others.rename()
         for request_id, state in self._requests.items():
             self._let_go(state)
             state.excluded |= request_id in self._loading or any(state.block_ids)
         self.stager.start_anew()
         self._late = []
 
-    def is_excluded(self, request: Request) -> bool:
-        """Return whether nothing is loaded or saved for a request, for instance because its KV is not vouched for."""
-        return self._is_excluded(self._state(request))
+    def hold(self, stager: Stager, lookup: Lookup) -> None:
+        """Keep the staged blocks of a lookup until the step that loads them, the one that is planned, has ended."""
+        self._holds.append((self.step, stager, lookup))
+
+    def vouches_for(self, request: Request) -> bool:
+        """Return whether KV of a request may be saved: its inputs are known, and so is the namespace."""
+        return self.saves and bool(self.namespace) and not self._is_excluded(self._state(request))
+
+    def blocks_of(self, request_id: str) -> list[int]:
+        """Return a request's blocks in the first KV-cache group, after the admissions of the step that is planned."""
+        state = self._requests.get(request_id)
+        return [] if state is None else state.block_ids[0]
 
     def exclude(self, request: Request) -> None:
         """Stop loading and saving for a request, because its KV no longer follows from its tokens."""
@@ -573,7 +575,7 @@ class PrefixCacheScheduler:
         if keys is None:
             state.excluded = True
         else:
-            self._counters.hashed(len(keys), self._clock.monotonic() - begun)
+            self.counters.hashed(len(keys), self._clock.monotonic() - begun)
             state.retain = self._retained(request)
         return state
 
@@ -582,7 +584,7 @@ class PrefixCacheScheduler:
         try:
             seconds = min(retain_seconds(request), self._options.lease_seconds)
         except HintError as error:
-            self._counters.hinted("malformed")
+            self.counters.hinted("malformed")
             if not self._hint_refused:
                 self._hint_refused = True
                 logger.warning(
@@ -592,7 +594,7 @@ class PrefixCacheScheduler:
                 )
             return 0.0
         if seconds:
-            self._counters.hinted("retained")
+            self.counters.hinted("retained")
         return seconds
 
     def _until(self, state: RequestState) -> float:
@@ -689,11 +691,6 @@ class PrefixCacheScheduler:
             self.stager.release(state.lookup)
             state.lookup = None
 
-    def _end_holds(self, ended: int) -> None:
-        """Release staged blocks that were loaded by steps that have ended."""
-        while self._holds and self._holds[0][0] <= ended:
-            self.stager.release(self._holds.pop(0)[1])
-
     def _use(self, state: RequestState, num_tokens: int, num_computed_tokens: int = 0) -> None:
         """Tell the stores that a request uses the blocks of its first tokens, so that these stay.
 
@@ -732,7 +729,7 @@ class PrefixCacheScheduler:
                 place = group, (missing + 1) * self._stored[group].block_size
                 state.states |= {block: found for block, found in state.found.items() if found == place}
         for cause in self.stager.failures():
-            self._counters.failed("load", cause)
+            self.counters.failed("load", cause)
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
         moves = []
@@ -750,7 +747,7 @@ class PrefixCacheScheduler:
                     chunk_blocks=group.chunk_blocks,
                     adapter=adapter_number(state.request),
                 )
-                if lookup is not None and not self.stager.promises_names:
+                if lookup is not None and self.stager.shares:
                     rows = [lookup.rows[group.index][place] for place in chunks]
                     found.places, found.shares = self.stager.offsets(rows), self.stager.shares[group.index]
                     found.tiers = [row.tier for row in rows]
@@ -760,7 +757,7 @@ class PrefixCacheScheduler:
                 moves.append(found)
             state.saved[group.index] = max(state.saved[group.index], load.end // group.chunk_tokens)
         if lookup is not None:
-            self._holds.append((self.step, lookup))
+            self.hold(self.stager, lookup)
         return moves
 
     def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:

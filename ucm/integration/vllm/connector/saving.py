@@ -44,88 +44,66 @@ class SaveRoom:
 
     Args:
         limit: Bytes of blocks that may wait or be in progress.
+        row_bytes: The size of a row in bytes.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, row_bytes: int) -> None:
+        self.limit, self._row_bytes = limit, row_bytes
+        self._extent_rows = min(EXTENT_ROWS, max(1, min(EXTENT_BYTES, limit) // row_bytes))
         self._lock = Lock()
-        self._taken = 0
-        self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
-        self._free_bytes = 0
-        self._most = 0  # peak of taken bytes since the last call of `trim`
+        self._taken = 0  # rows
+        self._free: list[Buffer] = []
+        self._most = 0  # peak of taken rows since the last call of `trim`
 
     @property
     def held_bytes(self) -> int:
         """The memory allocated from the system, in bytes."""
         with self._lock:
-            return self._taken + self._free_bytes
+            return (self._taken + len(self._free)) * self._row_bytes
 
     @property
     def taken_bytes(self) -> int:
         """Bytes of blocks that wait or are being written."""
-        with self._lock:
-            return self._taken
+        return self._taken * self._row_bytes
 
-    def take(self, count: int, nbytes: int) -> list[Buffer]:
-        """Take up to ``count`` rows of ``nbytes`` each, as there is room; at least one if none is in use."""
+    def take(self, count: int) -> list[Buffer]:
+        """Take up to ``count`` rows, as there is room and the system has memory; at least one if none is in use."""
         found: list[Buffer] = []
         with self._lock:
-            while len(found) < count and (not self._taken or self._taken + nbytes <= self.limit):
-                row = self._row(nbytes)
-                if row is None:
+            while len(found) < count and (not self._taken or (self._taken + 1) * self._row_bytes <= self.limit):
+                if not self._free and not self._grow():
                     break
-                self._taken += nbytes
-                found.append(row)
+                self._taken += 1
+                found.append(self._free.pop())
             self._most = max(self._most, self._taken)
         return found
 
     def give_back(self, rows: Sequence[Buffer]) -> None:
         """Return rows that are no longer read."""
         with self._lock:
-            for row in rows:
-                self._free.setdefault(row.nbytes, []).append(row)
-                self._free_bytes += row.nbytes
-                self._taken -= row.nbytes
+            self._free += rows
+            self._taken -= len(rows)
 
     def trim(self) -> None:
-        """Free rows beyond the most that were taken at once since the last call."""
+        """Free rows beyond the most that were taken at once since the last call, whole allocations of them."""
         with self._lock:
             most, self._most = self._most, self._taken
-            sizes = list(self._free)
-        for nbytes in sizes:
-            freed = self._trim(nbytes, most)
-            freed.clear()  # here, because freeing memory takes time that no other thread should wait for the lock
+            spare = (self._taken + len(self._free) - most) // self._extent_rows
+            of_extent = Counter(id(row.obj) for row in self._free)
+            unused = [extent for extent, count in of_extent.items() if count == self._extent_rows]
+            gone, before = set(unused[: max(0, spare)]), self._free
+            self._free = [row for row in before if id(row.obj) not in gone]
+        # The memory is freed with `before`, which takes time that no other thread should wait for the lock.
 
-    def _row(self, nbytes: int) -> Buffer | None:
-        """Return memory for one block; None if the system has none."""
-        rows = self._free.setdefault(nbytes, [])
-        if not rows:
-            count = self._rows_per_extent(nbytes)
-            try:
-                extent = memoryview(mmap.mmap(-1, count * nbytes))
-            except OSError:
-                return None
-            rows.extend(extent[at * nbytes : (at + 1) * nbytes] for at in range(count))
-            self._free_bytes += extent.nbytes
-        self._free_bytes -= nbytes
-        return rows.pop()
-
-    def _rows_per_extent(self, nbytes: int) -> int:
-        return min(EXTENT_ROWS, max(1, min(EXTENT_BYTES, self.limit) // nbytes))
-
-    def _trim(self, nbytes: int, most: int) -> list[Buffer]:
-        """Remove and return free rows of one size, whole allocations; at least ``most`` bytes remain in all."""
-        with self._lock:
-            rows = self._free[nbytes]
-            extent = self._rows_per_extent(nbytes) * nbytes
-            spare = (self._taken + self._free_bytes - most) // extent
-            if spare <= 0:
-                return []
-            unused = [idle for idle, count in Counter(id(row.obj) for row in rows).items() if count * nbytes == extent]
-            gone = set(unused[:spare])
-            self._free[nbytes] = [row for row in rows if id(row.obj) not in gone]
-            self._free_bytes -= len(gone) * extent
-            return [row for row in rows if id(row.obj) in gone]
+    def _grow(self) -> bool:
+        """Allocate rows; return False if the system has no memory."""
+        size = self._row_bytes
+        try:
+            extent = memoryview(mmap.mmap(-1, self._extent_rows * size))
+        except OSError:
+            return False
+        self._free += [extent[at * size : (at + 1) * size] for at in range(self._extent_rows)]
+        return True
 
 
 class SaveTask(Task):
@@ -135,7 +113,7 @@ class SaveTask(Task):
         saver: Whose rows they are.
         keys: The blocks that have a row.
         rows: Their rows; none any more once they were handed to the store, or dropped.
-        depths: Their depths, see ``BlockTransfer``.
+        depths: The depths of all blocks of the save, see ``BlockTransfer``.
         retain_until: See ``BlockTransfer``.
         failed: The blocks for which there was no row.
         clock: Time and threads.
@@ -155,7 +133,7 @@ class SaveTask(Task):
         self._saver = saver
         self.keys = keys
         self.rows = rows
-        self._depths = depths
+        self.depths = depths
         self._retain_until = retain_until
         self._checking = clock.lock()  # held by the one thread that asks the store, which may not answer
         self.copied = clock.event()  #: set while nothing reads the KV cache
@@ -177,7 +155,7 @@ class SaveTask(Task):
                 BlockTransfer(
                     self.keys[number],
                     [row],
-                    depth=self._depths[number],
+                    depth=self.depths[number],
                     retain_until=self._retain_until,
                 )
                 for number, row in enumerate(some, first)
@@ -257,21 +235,16 @@ class Saver:
         self.store = store
         self.row_bytes = row_bytes
         self._clock = clock
-        self.room = SaveRoom(limit)
+        self.room = SaveRoom(limit, row_bytes)
         self._lock = clock.lock()
         self._tasks: weakref.WeakValueDictionary[int, SaveTask] = weakref.WeakValueDictionary()  # in their order
         self._begun = count()
         self._thread: Thread | None = None
         self._closed = clock.event()
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that were saved and are not written yet."""
-        return self.room.taken_bytes
-
     def begin(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         """Begin a save; the last blocks fail if there are not enough rows. Who keeps a row keeps its memory."""
-        rows = self.room.take(len(keys), self.row_bytes)
+        rows = self.room.take(len(keys))
         failed: dict[BlockKey, StoreError] = {}
         if len(rows) < len(keys):
             failed = dict.fromkeys(keys[len(rows) :], too_far_behind(self.room.limit))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
@@ -24,7 +23,6 @@ from ucm.compat import (
     recompute_failed_loads,
     runs_micro_batches,
     weights_move,
-    zeroes_blocks,
 )
 from ucm.config.load import make_silent_directories
 from ucm.errors import ConfigError
@@ -60,7 +58,7 @@ from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer import STAGING_BYTES, GroupTransfer, HostTransfer, StagedTransfer
-from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.store.factory import key_fingerprint, open_store, opening_store
@@ -199,13 +197,10 @@ class SchedulerSide:
         self._slab = create_slab(vllm_config, settings, groups, self._ranks, clock=clock) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
         self._heard = 0  # the last step at which the ranks' reports were read from the slab
-        self._new_stager = partial(
-            Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds, clock=clock
-        )
         self.scheduler = PrefixCacheScheduler(
             groups,
             self._keys,
-            self._new_stager(self._slab),
+            Stager(groups, self._slab, settings.staging_deadline, self._config.rest_seconds, clock=clock),
             self.counters,
             PlanningOptions(
                 batches=self._batches,
@@ -254,7 +249,7 @@ class SchedulerSide:
                 self.start_anew()
             if self._table is not None:
                 self.scheduler.doubt(waits=self.hears_workers and not self.policy.between_steps)
-                self.scheduler.forget_others()
+                self.scheduler.others.forget()
                 self._keys.prefix_cache_emptied()
                 if self.events is not None:
                     self.events.forget()
@@ -270,7 +265,8 @@ class SchedulerSide:
         if not self.hears_workers and self._slab is not None and self._heard != self.scheduler.step:
             # Once per step, and before it promises blocks, because not every load can be taken back.
             self._heard = self.scheduler.step
-            self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
+            reports = [WeightsReport(**record) for record in self._slab.reports().values()]
+            self.reported(WeightsReport.merged(reports, missing=len(reports) < self._ranks))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens of a hit beyond the computed ones, and whether they are loaded between two steps.
@@ -346,8 +342,6 @@ class SchedulerSide:
             sorted(missing),
         )
         self._slab = None
-        self.scheduler.stager.close()
-        self.scheduler.stager = self._new_stager(None)
         self._begin({})
 
     def _begin(self, records: dict[int, dict[str, Any]]) -> None:
@@ -437,8 +431,9 @@ class WorkerSide:
         self.counters = create_counters(vllm_config, settings, clock=clock)
         self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
+        self._on_host = False
         #: Moves nothing until a plan has the namespace: graph capture and memory profiling happen before any step.
-        self.worker = TransferWorker({}, self.counters, places={}, saves=(), clock=clock)
+        self.worker = TransferWorker({}, self.counters, places={}, saves=set(), clock=clock)
         self._has_begun = False
         self._slab = SlabReader(clock=clock)
         self._offered: SlabAddress | None = None
@@ -609,22 +604,20 @@ class WorkerSide:
         config, groups = self._vllm_config, self._groups
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         batch_by_batch = runs_micro_batches(config) or groups.has_states
-        layer_by_layer = self._settings.connector == "layerwise" and not batch_by_batch
-        kind = LayerWiseWorker if layer_by_layer else TransferWorker
-        worker = kind(
+        worker = TransferWorker(
             {(memory.group.index, memory.group.place): self._transfer(memory, namespace) for memory in self._memories},
             self.counters,
             places={(memory.group.index, memory.group.place): self._place(memory.group) for memory in self._memories},
             saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             policy=when_loads_run(self._connector_base, groups, self._settings),
+            layer_wise=self._settings.connector == "layerwise" and not batch_by_batch,
             clock=self._clock,
         )
-        worker.settles = zeroes_blocks(self._kv_cache_config)
+        worker.settles = bool(optional(self._kv_cache_config, "needs_kv_cache_zeroing"))
         worker.reports_stored = self._settings.kv_events and self._can.hears_workers
         worker.counted_group = groups.leading if self._rank == 0 else None
-        if isinstance(worker, LayerWiseWorker):
-            # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
-            worker.overlaps = self._on_host or self._can.runs_piecewise
+        # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
+        worker.overlaps = self._on_host or self._can.runs_piecewise
         return worker
 
     def _tag(self, group: CacheGroup) -> str:

@@ -19,7 +19,7 @@ from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.kv_cache import lacking, longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State, jobs_of, start_load
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,9 +79,7 @@ class Lookup:
     end: int = 0  #: the number of tokens up to which KV is available
     rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: the held rows, by group and chunk index
     finished: bool = False  #: the outcome is final
-    begun: bool = False
     progressed: bool = False  #: a medium has answered
-    late: bool = False  #: given up or released before it ended
     lacking: tuple[int, int] | None = None  #: the place of a group and its chunk with which the hit ended
     checked: bool = False  #: the workers were told to check their weights while it runs
     awaits: bool = False  #: the stores did not have all awaited tokens yet
@@ -132,19 +130,21 @@ class Stager:
         self.clock = clock
         self._groups, self._alignment = groups, groups.alignment
         self._by_index = {group.index: group for group in groups.groups}
-        self._slab = slab
+        self._slab = Slab(0, 0, clock=clock) if slab is None else slab
+        self._stages = slab is not None
         self.seconds = seconds
         self._rest_seconds = rest_seconds
         self._most_threads = threads
         self._stores: Mapping[int, Sequence[KVStore]] = {}
         self._sizes: dict[int, list[int]] = {}  # for each group, the bytes of the ranks' parts
-        self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, the offsets of the ranks' parts in a row
+        #: For each group, the offsets of the ranks' parts in a row; none if blocks are promised before they are read.
+        self.shares: dict[int, tuple[int, ...]] = {}
         self._blocks_at_once = 1
         self._changed = clock.condition()
         self._jobs: Queue[Callable[[], None] | None] = clock.queue()
         self._threads: list[Thread] = []
         self._idle = 0  # threads without a job
-        self._stuck = 0
+        self._running: dict[int, Lookup] = {}  # by their ids
         self._rests_until = 0.0
         self._probe: Lookup | None = None
         self._uses: deque[Use] = deque()
@@ -166,9 +166,14 @@ class Stager:
 
         Args:
             stores: For each group, the stores of all ranks with different parts of it.
-            geometries: For each group, the geometries of these parts, in the same order; None without a slab.
+            geometries: For each group, the geometries of these parts, in the same order; None if the workers read the
+                stores themselves after all.
         """
-        if self._slab is not None and geometries is not None:
+        if geometries is None or not self._stages:
+            self._stages = False
+            self._slab.close()
+            self._slab = Slab(0, 0, clock=self.clock)
+        else:
             row_bytes = 0
             for group, of_group in geometries.items():
                 padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group]
@@ -183,7 +188,7 @@ class Stager:
                 )
             self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
         self._stores, self._stored_until = stores, 0.0
-        if self._slab is not None:
+        if self._stages:
             self._keep_one_idle()
 
     @property
@@ -191,14 +196,9 @@ class Stager:
         """Whether lookups are possible."""
         return bool(self._stores)
 
-    @property
-    def promises_names(self) -> bool:
-        """Whether blocks are promised by key, before they are read."""
-        return self._slab is None
-
     def offsets(self, rows: Sequence[Row]) -> list[int]:
         """Return the offsets of staged blocks in the slab."""
-        return [] if self._slab is None else [self._slab.offset(row) for row in rows]
+        return [self._slab.offset(row) for row in rows]
 
     # For the scheduler's thread
 
@@ -210,7 +210,7 @@ class Stager:
             lookup.finished = True
             return lookup
         rests = self._rests(now)
-        if self._slab is not None and self._take_staged(lookup, partly=rests):
+        if self._stages and self._take_staged(lookup, partly=rests):
             return lookup
         if rests:
             lookup.finished = True
@@ -242,22 +242,18 @@ class Stager:
     def release(self, lookup: Lookup) -> None:
         """Release a lookup, finished or not, that is no longer needed."""
         with self._changed:
-            if lookup.begun and not lookup.finished:
-                lookup.late = True
-                self._stuck += 1
             lookup.finished = True  # a running one ends by itself and claims no more rows
             rows = self._keep(lookup, {})
         self.let_go(rows)
 
     def let_go(self, rows: Sequence[Row]) -> None:
         """Release staged blocks."""
-        if self._slab is not None and rows:
+        if rows:
             self._slab.release(rows)
 
     def start_anew(self) -> None:
         """Stop promising blocks that were staged before this call."""
-        if self._slab is not None:
-            self._slab.clear()
+        self._slab.clear()
 
     def use(self, use: Use) -> None:
         """Renew the blocks of a chain, and find out which of them all ranks have; see ``answers``."""
@@ -293,8 +289,7 @@ class Stager:
         until = self.clock.monotonic() + _CLOSE_SECONDS
         for thread in threads:
             thread.join(max(0.0, until - self.clock.monotonic()))
-        if self._slab is not None:
-            self._slab.close()
+        self._slab.close()
 
     # Hits
 
@@ -321,7 +316,7 @@ class Stager:
     def _take_staged(self, lookup: Lookup, *, partly: bool) -> bool:
         """Answer from the slab alone, if it has all blocks of the query, or (``partly``) if the stores rest."""
         slab, query, by_group = self._slab, lookup.query, list(zip(self._groups.groups, lookup.query.keys, strict=True))
-        if slab is None or (query.drops_last_block and not partly):
+        if query.drops_last_block and not partly:
             return False
         end = query.limit
         if not partly:
@@ -350,7 +345,8 @@ class Stager:
 
     def _rests(self, now: float) -> bool:
         probes = self._probe is not None and not self._probe.finished
-        return now < self._rests_until or self._stuck + self._answering >= self._most_threads or probes
+        stuck = sum(lookup.finished for lookup in list(self._running.values()))  # given up, or released
+        return now < self._rests_until or stuck + self._answering >= self._most_threads or probes
 
     def give_up(self, lookup: Lookup) -> None:
         """End a lookup with the blocks that are verified by now."""
@@ -364,13 +360,10 @@ class Stager:
                 rows, first = lookup.rows.get(group.index, {}), query.computed // group.chunk_tokens
                 row = [place in rows and rows[place].state is State.WHOLE for place in range(first, first + len(keys))]
                 present.append(self._with_computed(group, query, row))
-            if self._slab is not None:
+            if self._stages:
                 lookup.end = self._reach(query, present)
             surplus = self._keep(lookup, self._all_needed(query, lookup.end))
-            if lookup.begun:
-                lookup.late = True
-                self._stuck += 1
-            if lookup.begun and not lookup.progressed:
+            if id(lookup) in self._running and not lookup.progressed:
                 self._rests_until = self.clock.monotonic() + self._rest_seconds
                 get_logger(__name__).warning(
                     "[UCM.Load] the store has not answered for %.1f s: it is not used for %.0f s, and tokens of its "
@@ -425,18 +418,18 @@ class Stager:
         with self._changed:
             if lookup.finished:
                 return
-            lookup.begun = True
+            self._running[id(lookup)] = lookup
         try:
             end = self._find(lookup)
         except Exception:  # noqa: BLE001 - the request continues after any error
             get_logger(__name__).exception("[UCM.Load] a lookup failed unexpectedly")
             end, lookup.awaits = lookup.query.computed, False
         with self._changed:
-            self._stuck -= lookup.late
+            del self._running[id(lookup)]
             self._rests_until = 0.0  # the medium answers
             surplus = []
             if not lookup.finished and lookup.awaits:
-                lookup.end, lookup.begun = end, False
+                lookup.end = end
                 lookup.again_at = self.clock.monotonic() + AGAIN_SECONDS
                 self._probe = None if self._probe is lookup else self._probe
             elif not lookup.finished:
@@ -446,7 +439,7 @@ class Stager:
         self.let_go(surplus)
 
     def _find(self, lookup: Lookup) -> int:
-        query, slab = lookup.query, self._slab
+        query = lookup.query
         present = [
             self._with_computed(group, query, self._found(group, keys, query.computed // group.chunk_tokens))
             for group, keys in zip(self._groups.groups, query.keys, strict=True)
@@ -455,7 +448,7 @@ class Stager:
         while True:
             end = self._reach(query, present)
             lookup.lacking = lacking(self._groups, present, end, query.limit)
-            if slab is None or end == query.computed:
+            if not self._stages or end == query.computed:
                 return end
             claimed = self._claim(lookup, end, present)
             if claimed is None:
@@ -469,7 +462,7 @@ class Stager:
 
     def _await(self, lookup: Lookup, others: list[tuple[int, int, Row]]) -> bool:
         """Wait for rows that other lookups fill; return whether some failed and must be claimed again."""
-        slab, again = self._known_slab(), False
+        slab, again = self._slab, False
         for number, place, row in others:
             with slab.changed:
                 while row.state is State.READING and not lookup.finished:
@@ -483,7 +476,7 @@ class Stager:
 
     def _found(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
         """Return which chunks are staged or, behind those, as ``_present`` says; a request to a medium costs more."""
-        staged = 0 if self._slab is None else self._slab.holds(group.index, keys)
+        staged = self._slab.holds(group.index, keys)
         return [True] * staged + self._present(group, keys[staged:], first + staged)
 
     def _present(self, group: CacheGroup, keys: list[BlockKey], first: int) -> list[bool]:
@@ -512,23 +505,30 @@ class Stager:
             The rows to fill here and those that others fill, each with its group's and its block's index; None if the
             lookup is no longer needed.
         """
-        slab, groups = self._known_slab(), self._groups.groups
-        needed = self._all_needed(lookup.query, end)
+        slab, query, groups = self._slab, lookup.query, self._groups.groups
+        needed = self._all_needed(query, end)
         # Windows and states come first: they need few blocks, and without them the rest is useless.
         wanted = sorted(
             (group.needs_all, (place + 1) * group.chunk_tokens, number, place)
             for number, group in enumerate(groups)
             for place in needed[group.index]
         )
-        order = [(number, place) for _, _, number, place in wanted]
         mine: list[tuple[int, int, Row]] = []
         others: list[tuple[int, int, Row]] = []
         with self._changed:
             surplus = [] if lookup.finished else self._keep(lookup, needed)
         self.let_go(surplus)
-        for number, place in order:
-            row, is_mine = self._claim_one(lookup, number, place)
-            if row is None and lookup.finished:
+        for _, _, number, place in wanted:
+            group, claimed = groups[number], None
+            with self._changed:  # for each block, so that the scheduler's thread never waits for more than one
+                rows = lookup.rows.setdefault(group.index, {})
+                if not lookup.finished and place not in rows:
+                    key = query.keys[number][place - query.computed // group.chunk_tokens]
+                    claimed = slab.claim(group.index, key)
+                    if claimed is not None:
+                        rows[place] = claimed[0]
+                row = None if lookup.finished else rows.get(place)
+            if lookup.finished and row is None:
                 for _, _, taken in mine:
                     slab.failed(taken)
                 return None
@@ -536,37 +536,15 @@ class Stager:
                 present[number][place] = False
                 break
             if row.state is State.READING:
-                (mine if is_mine else others).append((number, place, row))
+                (mine if claimed is not None and claimed[1] else others).append((number, place, row))
             elif row.state is State.FAILED:
                 present[number][place] = False
         return mine, others
 
-    def _claim_one(self, lookup: Lookup, number: int, place: int) -> tuple[Row | None, bool]:
-        """Hold a block's row for the lookup; None if there is no room or the lookup is no longer needed.
-
-        The lock is taken for each block, so that the scheduler's thread never waits for more than one.
-
-        Returns:
-            The row, and whether the caller must fill it.
-        """
-        query, group = lookup.query, self._groups.groups[number]
-        with self._changed:
-            if lookup.finished:
-                return None, False
-            rows = lookup.rows.setdefault(group.index, {})
-            if place in rows:
-                return rows[place], False
-            key = query.keys[number][place - query.computed // group.chunk_tokens]
-            claimed = self._known_slab().claim(group.index, key)
-            if claimed is None:
-                return None, False
-            rows[place], is_mine = claimed
-            return rows[place], is_mine
-
     def _read(self, lookup: Lookup, rows: list[tuple[int, int, Row]]) -> list[tuple[int, int]]:
         """Fill rows; return the blocks that could not be read."""
         lost: list[tuple[int, int]] = []
-        reading: deque[tuple[list[tuple[int, int, Row]], list[tuple[KVStore, Task]]]] = deque()
+        reading: deque[tuple[list[tuple[int, int, Row]], list[tuple[KVStore, Task | None]]]] = deque()
         left = deque(rows)
         try:
             while left and not lookup.finished:
@@ -581,9 +559,9 @@ class Stager:
             lost += self._fill(list(left), [], lookup)
         return lost
 
-    def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]]) -> None:
+    def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task | None]]) -> None:
         """Start to read all ranks' parts of some blocks."""
-        slab = self._known_slab()
+        slab = self._slab
         by_group: dict[int, list[tuple[int, Row]]] = {}
         for _, place, row in chunk:
             by_group.setdefault(row.name[0], []).append((place, row))
@@ -595,19 +573,25 @@ class Stager:
                     BlockTransfer(row.name[1], [slab.memory(row, share, nbytes)], depth=depth(place))
                     for place, row in rows
                 ]
-                tasks.append((store, start_load(store, transfers)))
+                try:
+                    tasks.append((store, store.load(transfers)))
+                except Exception:  # noqa: BLE001 - a third-party store, which may write to the rows all the same
+                    get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
+                    tasks.append((store, None))
 
     def _fill(
-        self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]], lookup: Lookup
+        self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task | None]], lookup: Lookup
     ) -> list[tuple[int, int]]:
         """Wait until some blocks are read; return those that are incomplete."""
-        slab, lost = self._known_slab(), []
+        slab, lost = self._slab, []
         results, at_rest = {}, True
         for store, task in tasks:
             try:
-                result = task.wait()
-            except Exception:  # noqa: BLE001 - a third-party store, which may still write to the row
+                result = None if task is None else task.wait()
+            except Exception:  # noqa: BLE001 - as in `_load`
                 get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
+                result = None
+            if result is None:
                 at_rest = False
                 continue
             results[id(store)] = result.done
@@ -624,11 +608,6 @@ class Stager:
             else:
                 slab.filled(row, str(tiers[0]))
         return lost
-
-    def _known_slab(self) -> Slab:
-        if self._slab is None:
-            raise RuntimeError("blocks are staged without a slab")
-        return self._slab
 
     def _answer(self) -> None:
         while True:

@@ -43,23 +43,24 @@ class GroupTransfer(ABC):
     row is free is not saved.
     """
 
+    #: The tokens of a chunk.
+    chunk_tokens = 0
+
     def __init__(
-        self, memory: HostMemory | DeviceMemory, store: KVStore, slab: SlabReader, room: int, *, clock: Clock = SYSTEM
+        self, geometry: BlockGeometry, layer_names: Sequence[str], store: KVStore, room: int, *, clock: Clock = SYSTEM
     ) -> None:
         self.store = store
-        self._slab = slab
         self._clock = clock
-        self.saver = Saver(store, memory.geometry.nbytes, room, clock=clock)  #: holds the rows
-        self.layer_names = [layout.name for layout in memory.layouts]  #: in the order of a block's bytes
-        self.chunk_bytes = memory.geometry.nbytes
-        self.chunk_tokens = memory.group.chunk_tokens
+        self.saver = Saver(store, geometry.nbytes, room, clock=clock)  #: holds the rows
+        self.layer_names = layer_names  #: in the order of a block's bytes
+        self.chunk_bytes = geometry.nbytes
 
-    @abstractmethod
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks into the KV cache, from the slab if they are staged, else from the store.
 
         ``share`` is where this rank's part of a staged chunk begins, behind the chunk's place.
         """
+        raise NotImplementedError
 
     def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
         """Begin a save of chunks; ``copy`` fills it layer by layer, and ``confirm`` or ``drop`` ends it."""
@@ -84,7 +85,7 @@ class GroupTransfer(ABC):
     @property
     def waiting_bytes(self) -> int:
         """Bytes that were saved and are not written yet."""
-        return self.saver.waiting_bytes
+        return self.saver.room.taken_bytes
 
     def close(self) -> None:
         """Finish confirmed saves and close the store."""
@@ -98,8 +99,9 @@ class HostTransfer(GroupTransfer):
     def __init__(
         self, memory: HostMemory, store: KVStore, slab: SlabReader, save_queue_bytes: int, *, clock: Clock = SYSTEM
     ) -> None:
-        super().__init__(memory, store, slab, save_queue_bytes, clock=clock)
-        self._memory = memory
+        names = [layout.name for layout in memory.layouts]
+        super().__init__(memory.geometry, names, store, save_queue_bytes, clock=clock)
+        self._memory, self._slab, self.chunk_tokens = memory, slab, memory.group.chunk_tokens
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks into the KV cache."""
@@ -201,8 +203,9 @@ class StagedTransfer(GroupTransfer):
         save_queue_bytes: int = StoreConfig.save_queue_bytes,
         clock: Clock = SYSTEM,
     ) -> None:
-        super().__init__(memory, store, slab, save_queue_bytes, clock=clock)
-        self._memory = memory
+        names = [layout.name for layout in memory.layouts]
+        super().__init__(memory.geometry, names, store, save_queue_bytes, clock=clock)
+        self._memory, self._slab, self.chunk_tokens = memory, slab, memory.group.chunk_tokens
         self._portion = max(1, staging_bytes // 2 // self.chunk_bytes)
         blocks = self._portion * memory.group.chunk_blocks
         self._loader = _Lane(memory, blocks, "ucm-load", stagings=2, clock=clock)

@@ -11,18 +11,22 @@ from ucm.clock import SYSTEM
 from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLostError
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
+from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.logger import get_logger
+from ucm.store.base import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Container, Iterable, Mapping
 
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
-    from ucm.integration.vllm.connector.metadata import BlockMoves, Part, StepPlan
+    from ucm.integration.vllm.connector.metadata import BlockMoves, Part
     from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.base import BlockKey, StoreError, Task, TaskResult
+    from ucm.store.base import BlockKey, StoreError, TaskResult
+
+T = TypeVar("T", bound=Task)
 
 logger = get_logger(__name__)
 
@@ -40,28 +44,21 @@ WITHIN_STEPS = LoadPolicy(between_steps=False)
 
 
 @dataclass(slots=True)
-class SaveUnderWay:
-    """A save in progress."""
-
-    of: Part
-    transfer: GroupTransfer
-    task: SaveTask
-    block_ids: frozenset[int]
-    request_id: str
-
-
-@dataclass(slots=True)
-class LoadUnderWay:
-    """A load in progress that a request waits for between steps."""
+class UnderWay(Generic[T]):
+    """A load or a save in progress."""
 
     moves: BlockMoves
-    task: Task
+    task: T
 
 
 class TransferWorker:
     """Loads before the forward, and saves in the background after it.
 
     A step that may write a block waits until the block has been copied. No step waits for a medium that is written to.
+
+    Layer by layer, blocks are loaded in portions of their layers. All are requested at once, first layers first, and
+    copied in that order, so that the next portion is in flight while the layers of the current one compute. A layer of
+    a block to be saved is copied when it is computed.
 
     Args:
         groups: The transfer of each group and each part of it that this rank stores.
@@ -70,6 +67,7 @@ class TransferWorker:
         saves: The groups whose blocks this rank saves; of ranks with the same KV only one saves it.
         policy: When loads run. Loads of staged blocks always end with the step, because their place in the slab is
             reused afterwards.
+        layer_wise: Whether blocks are moved layer by layer; loads then run within steps.
         clock: Time and threads.
     """
 
@@ -78,15 +76,18 @@ class TransferWorker:
     #: Whether a step ends after its saves were copied out of the KV cache, because vLLM zeroes blocks of the next step,
     #: or copies states to them, before it announces that step: its V2 runner does.
     settles = False
+    #: Whether Python is certain to run between the layers of a step that loads. If not, the forward waits for all.
+    overlaps = True
 
     def __init__(
         self,
-        groups: Mapping[Part, GroupTransfer],
+        groups: dict[Part, GroupTransfer],
         counters: ConnectorCounters,
         *,
-        places: Mapping[Part, int],
-        saves: Container[int],
+        places: dict[Part, int],
+        saves: set[int],
         policy: LoadPolicy = WITHIN_STEPS,
+        layer_wise: bool = False,
         clock: Clock = SYSTEM,
     ) -> None:
         self._clock = clock
@@ -96,13 +97,17 @@ class TransferWorker:
         self._saves = saves
         self._counted: set[tuple[str, Part, BlockKey]] = set()
         self._policy = policy
-        self._loading: list[LoadUnderWay] = []
-        self._under_way: list[SaveUnderWay] = []
+        self._layer_wise = layer_wise
+        self._plan = StepPlan(0)
+        self._loading: list[UnderWay[Task]] = []  # for requests that wait between steps
+        self._portions: dict[tuple[Part, int], list[UnderWay[Task]]] = {}  # of the step's loads
+        self._under_way: list[UnderWay[SaveTask]] = []
+        self._begun: list[UnderWay[SaveTask]] = []  # saves whose layers are being computed
+        self._copied: dict[Part, set[int]] = {}  # these layers
+        self._unconfirmed: list[tuple[UnderWay[SaveTask], int]] = []  # with the epoch of each
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
-        self._step, self._idle = 0, False
-        self._unconfirmed = Unconfirmed[SaveUnderWay](lambda save: save.transfer.confirm(save.task), self._drop)
         self.reports_stored = False  #: whether blocks that have become visible are collected for ``take_stored``
         self._stored: OrderedDict[tuple[int, BlockKey], dict[int, str]] = OrderedDict()
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
@@ -113,18 +118,31 @@ class TransferWorker:
 
         vLLM calls this in two places, depending on the release; the second call of a step does nothing.
         """
-        if plan.step == self._step:
+        if plan.step == self._plan.step:
             return
-        self._step, self._idle = plan.step, plan.idle
+        self._drop_begun()
+        self._plan, self._portions, self._copied = plan, {}, {}
         self._counted.clear()
-        self._finish_loads(plan.fresh_block_ids)
+        for load in self._loading:  # also into blocks that were given to another request after the first was aborted
+            if not plan.fresh_block_ids.isdisjoint(load.moves.block_ids):
+                load.task.wait()
         self._finish_saves(plan.fresh_block_ids)
-        self._unconfirmed.begin(plan)
-        for moves in self.own(plan.late_saves):
-            self._save(moves)
+        waiting, self._unconfirmed = self._unconfirmed, []
+        for save, epoch in waiting:
+            if epoch < plan.epoch:
+                self._drop(save)
+            else:
+                self._confirm(save)
+        for moves in self._own(plan.late_saves):
+            self._finish_copies(self._begin_save(moves), ())
         self._settle()
         # vLLM may not report the end of a step without a forward.
         self._throttle(active=not plan.idle)
+
+    def add(self, part: Part, transfer: GroupTransfer, place: int) -> None:
+        """Save something else as well; see the arguments of the class."""
+        self.groups[part], self._places[part] = transfer, place
+        self._saves.add(part[0])
 
     def refuse(self, plan: StepPlan, adapters: Container[int] | None = None) -> None:
         """Move nothing of a step, because the weights were changed in place and its keys belong to the old ones.
@@ -163,11 +181,16 @@ class TransferWorker:
         """Load a plan's blocks; return when they are loaded or, for requests that wait between steps, at once."""
         if self._policy.between_steps:
             for moves in self._of_parts(plan.loads):
-                self._loading.append(LoadUnderWay(moves, self.start_load(moves, self.all_layers(moves.of))))
+                self._loading.append(UnderWay(moves, self._start_load(moves, self._layers(moves.of))))
             return
-        started = [(moves, self.start_load(moves, self.all_layers(moves.of))) for moves in self._of_parts(plan.loads)]
-        for moves, task in started:
-            self.finish_load(moves, task)
+        for portion in range(PORTIONS if self._layer_wise else 1):
+            for moves in self._of_parts(plan.loads):
+                layers = self._portion(moves.of, portion)
+                if layers:
+                    load = UnderWay(moves, self._start_load(moves, layers))
+                    self._portions.setdefault((moves.of, portion), []).append(load)
+        if not (self._layer_wise and self.overlaps):
+            self._finish_portions()
 
     def take_loaded(self) -> set[str]:
         """Return the requests whose loads have ended since the last call, successfully or not.
@@ -175,20 +198,24 @@ class TransferWorker:
         If there is nothing to compute, wait for the loads. In releases that free an aborted request's blocks while they
         are being loaded, no step may end before its loads. Failed blocks are reported with a request's last load.
         """
-        wait = self._idle or not self._policy.background
+        wait = self._plan.idle or not self._policy.background
         waiting = {
             load.moves.request_id for load in self._loading if not (wait or load.moves.places or load.task.check())
         }
         ended = [load for load in self._loading if load.moves.request_id not in waiting]
         self._loading = [load for load in self._loading if load.moves.request_id in waiting]
         for load in ended:
-            self.finish_load(load.moves, load.task)
+            self.finish_load(load)
         refused, self._refused = self._refused if self._policy.between_steps else set(), set()
         return refused | {load.moves.request_id for load in ended}
 
-    def all_layers(self, part: Part) -> range:
+    def _layers(self, part: Part) -> range:
         """Return the indexes of all layers of a group."""
         return range(len(self.groups[part].layer_names))
+
+    def _portion(self, part: Part, portion: int) -> range:
+        count, of = len(self._layers(part)), PORTIONS if self._layer_wise else 1
+        return range(count * portion // of, count * (portion + 1) // of)
 
     def _of_parts(self, all_moves: Iterable[BlockMoves]) -> list[BlockMoves]:
         """Return moves of a plan for each part of the blocks that this rank stores."""
@@ -199,20 +226,18 @@ class TransferWorker:
             if group == moves.group
         ]
 
-    def start_load(self, moves: BlockMoves, layers: range) -> Task:
-        """Start to load some layers of blocks."""
+    def _start_load(self, moves: BlockMoves, layers: range) -> Task:
         share = moves.shares[self._places[moves.of]] if moves.places else 0
         return self.groups[moves.of].load(moves, layers, share)
 
-    def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
+    def finish_load(self, load: UnderWay[Task], *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
 
         Args:
-            moves: The loaded blocks.
-            task: The load.
-            whole: Whether this load completes the blocks, with all layers.
+            load: The load.
+            whole: Whether it completes the blocks, with all layers.
         """
-        result = task.wait()
+        moves, result = load.moves, load.task.wait()
         tokens = self.groups[moves.of].chunk_tokens if moves.of == (self.counted_group, 0) else 0
         blocks = len(result.done) if whole else 0
         self.counters.loaded(blocks, result.nbytes, result.seconds, result.done.values(), tokens)
@@ -247,8 +272,10 @@ class TransferWorker:
     def save(self, plan: StepPlan) -> None:
         """Save the blocks that a step has filled, after its forward."""
         self._throttle(active=False)
-        for moves in self.own(plan.saves):
-            self._save(moves)
+        self._finish_portions()
+        for save in self._begun or map(self._begin_save, self._own(plan.saves)):
+            self._finish_copies(save, self._copied.get(save.moves.of, ()))
+        self._begun, self._copied = [], {part: set(self._layers(part)) for part in self.groups}
         self._settle()
 
     def _settle(self) -> None:
@@ -260,18 +287,39 @@ class TransferWorker:
         for transfer in self.groups.values():
             transfer.throttle(active=active)
 
-    def own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
+    def _own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
         """Return the saves that this rank performs."""
         return self._of_parts(moves for moves in saves if moves.group in self._saves)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Do nothing: all layers are loaded before the forward."""
+        """Wait for the portion that contains the layer; for nothing if another layer has its KV cache."""
+        self._finish_portions(layer_name)
+
+    def _finish_portions(self, layer_name: str | None = None) -> None:
+        """Wait for the loads of the portion with a layer, or of all."""
+        for part, portion in list(self._portions):
+            layers, names = self._portion(part, portion), self.groups[part].layer_names
+            if layer_name is None or layer_name in names[layers.start : layers.stop]:
+                for load in self._portions.pop((part, portion)):
+                    self.finish_load(load, whole=layers.stop == len(names))
 
     def layer_computed(self, layer_name: str) -> None:
-        """Do nothing: all layers are saved after the forward."""
+        """Copy a computed layer of the blocks that the step fills."""
+        if not (self._layer_wise and self._plan.saves):
+            return
+        for part, transfer in self.groups.items():
+            copied = self._copied.setdefault(part, set())
+            if layer_name not in transfer.layer_names or (at := transfer.layer_names.index(layer_name)) in copied:
+                continue
+            copied.add(at)
+            self._begun = self._begun or [self._begin_save(moves) for moves in self._own(self._plan.saves)]
+            for save in self._begun:
+                if save.moves.of == part:
+                    transfer.copy(save.task, save.moves.block_ids, range(at, at + 1))
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that failed to load since the last call."""
+        """Return the blocks that failed to load since the last call; vLLM may call this before ``save``."""
+        self._finish_portions()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -289,9 +337,15 @@ class TransferWorker:
         return stored
 
     def close(self) -> None:
-        """Finish transfers as long as they make progress; abandon a medium without progress."""
+        """Finish transfers as long as they make progress; abandon a medium without progress.
+
+        Saves of a step that did not end, or that nothing confirms, are dropped.
+        """
         started = self._clock.monotonic()
-        self._unconfirmed.close()
+        self._drop_begun()
+        waiting, self._unconfirmed = self._unconfirmed, []
+        for save, *_ in waiting:
+            self._drop(save)
         self._throttle(active=False)
         left = wait_while_it_shrinks(self._left, STILL_SECONDS, clock=self._clock)
         closed = call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS, clock=self._clock)
@@ -313,34 +367,48 @@ class TransferWorker:
         for transfer in self.groups.values():
             transfer.close()
 
-    def begin_save(self, moves: BlockMoves) -> SaveUnderWay:
+    def _begin_save(self, moves: BlockMoves) -> UnderWay[SaveTask]:
         """Begin to save blocks, whose layers are then copied."""
-        transfer = self.groups[moves.of]
-        task = transfer.save(moves.keys, moves.depths, moves.retain_until)
-        save = SaveUnderWay(moves.of, transfer, task, frozenset(moves.block_ids), moves.request_id)
+        save = UnderWay(moves, self.groups[moves.of].save(moves.keys, moves.depths, moves.retain_until))
         self._under_way.append(save)
         return save
 
-    def _drop(self, save: SaveUnderWay) -> None:
+    def _finish_copies(self, save: UnderWay[SaveTask], copied: Collection[int]) -> None:
+        """Copy the layers of blocks that were not copied one by one, and write the blocks."""
+        moves, layers = save.moves, self._layers(save.moves.of)
+        for some in [range(at, at + 1) for at in layers if at not in copied] if copied else [layers]:
+            self.groups[moves.of].copy(save.task, moves.block_ids, some)
+        self._confirm(save)
+
+    def _confirm(self, save: UnderWay[SaveTask]) -> None:
+        """Write blocks as soon as no rank's weights had changed by the last step that computed some of their KV.
+
+        Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
+        unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with
+        several ranks, each reports its checks to the scheduler, and the scheduler tells all ranks up to which step none
+        found a change.
+        """
+        if self._plan.confirmed is None or save.moves.step <= self._plan.confirmed:
+            self.groups[save.moves.of].confirm(save.task)
+        else:
+            self._unconfirmed.append((save, self._plan.epoch))
+
+    def _drop(self, save: UnderWay[SaveTask]) -> None:
         self.counters.failed("save", "other", len(save.task.rows))  # chunks without a row have failed already
-        save.transfer.drop(save.task)
+        self.groups[save.moves.of].drop(save.task)
 
-    def _save(self, moves: BlockMoves) -> None:
-        save = self.begin_save(moves)
-        save.transfer.copy(save.task, moves.block_ids, self.all_layers(moves.of))
-        self._unconfirmed.add(save, moves.step)
-
-    def _finish_loads(self, block_ids: set[int]) -> None:
-        """Wait for loads into blocks that were given to another request after the first was aborted."""
-        for load in self._loading:
-            if not block_ids.isdisjoint(load.moves.block_ids):
-                load.task.wait()
+    def _drop_begun(self) -> None:
+        """Drop the saves of a step that did not end."""
+        begun, self._begun = self._begun, []
+        for save in begun:
+            self._drop(save)
 
     def _finish_saves(self, block_ids: set[int]) -> None:
         """Process finished saves, and wait until none reads one of these blocks."""
-        still: list[SaveUnderWay] = []
+        still: list[UnderWay[SaveTask]] = []
         for save in self._under_way:
-            if not save.block_ids.isdisjoint(block_ids):
+            of = save.moves.of
+            if not block_ids.isdisjoint(save.moves.block_ids):
                 save.task.copied.wait()
             if not save.task.check():
                 still.append(save)
@@ -348,171 +416,16 @@ class TransferWorker:
             result = save.task.wait()
             if self.reports_stored:
                 for key, tier in result.done.items():
-                    self._stored.setdefault((save.of[0], key), {})[self._places[save.of]] = tier
+                    self._stored.setdefault((of[0], key), {})[self._places[of]] = tier
                 while len(self._stored) > MOST_STORED:
                     self._stored.popitem(last=False)
             if result.done:
                 self.counters.saved(len(result.done), result.nbytes, result.seconds)
-                _log_done("[UCM.Save] request %s: %d blocks of KV-cache group %d saved in %.1f ms", save, result)
-            self._count_failures("save", save.of, result.failed, self.save_failures)
+                _log_done("[UCM.Save] request %s: %d blocks of KV-cache group %d saved in %.1f ms", save.moves, result)
+            self._count_failures("save", of, result.failed, self.save_failures)
         self._under_way = still
 
 
-def _log_done(text: str, what: BlockMoves | SaveUnderWay, result: TaskResult) -> None:
+def _log_done(text: str, moves: BlockMoves, result: TaskResult) -> None:
     """Log how long a transfer of a request's blocks took, from its start to the last byte."""
-    logger.debug(text, what.request_id, len(result.done), what.of[0], result.seconds * 1000)
-
-
-T = TypeVar("T")
-
-
-class Unconfirmed(Generic[T]):
-    """Holds back saved items until their step is confirmed: no rank's weights had changed by then.
-
-    Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
-    unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with several
-    ranks, each reports its checks to the scheduler, and the scheduler tells all ranks up to which step none found a
-    change.
-
-    Args:
-        confirm: Writes an item.
-        drop: Drops an item.
-    """
-
-    def __init__(self, confirm: Callable[[T], None], drop: Callable[[T], None]) -> None:
-        self._confirm = confirm
-        self._drop = drop
-        self._waiting: list[tuple[T, int, int]] = []  # with the last step that computed some of it, and the epoch
-        self._confirmed: int | None = None
-        self._epoch = 0
-
-    def begin(self, plan: StepPlan) -> None:
-        """Begin a step: write what its plan confirms, and drop unconfirmed items of earlier epochs."""
-        self._confirmed, self._epoch = plan.confirmed, plan.epoch
-        waiting, self._waiting = self._waiting, []
-        for item, step, epoch in waiting:
-            if epoch < plan.epoch:
-                self._drop(item)
-            else:
-                self.add(item, step)
-
-    def add(self, item: T, step: int) -> None:
-        """Add a saved item whose KV was computed in steps up to ``step``."""
-        if self._confirmed is None or step <= self._confirmed:
-            self._confirm(item)
-        else:
-            self._waiting.append((item, step, self._epoch))
-
-    def close(self) -> None:
-        """Drop all unconfirmed items."""
-        waiting, self._waiting = self._waiting, []
-        for item, *_ in waiting:
-            self._drop(item)
-
-
-class LayerWiseWorker(TransferWorker):
-    """Loads and saves blocks in portions of layers.
-
-    All portions are requested at once, first layers first, and copied in that order, so that the next portion is in
-    flight while the layers of the current one compute.
-    """
-
-    #: Whether Python is certain to run between the layers of a step that loads. If not, the forward waits for all.
-    overlaps = True
-    _plan: StepPlan | None = None
-
-    def begin(self, plan: StepPlan) -> None:
-        """Begin a step, before anything of it is written."""
-        super().begin(plan)
-        if self._plan is not plan:
-            self._drop_begun()
-            self._plan = plan
-            self._portions_loading: dict[tuple[Part, int], list[tuple[BlockMoves, Task]]] = {}
-            self._saves_begun: dict[Part, list[tuple[BlockMoves, SaveUnderWay]]] = {}
-            self._copied: dict[Part, set[int]] = {}
-
-    def close(self) -> None:
-        """Finish transfers, except saves of a step that did not end."""
-        self._drop_begun()
-        super().close()
-
-    def load(self, plan: StepPlan) -> None:
-        """Start the loads of a plan."""
-        for portion in range(PORTIONS):
-            for moves in self._of_parts(plan.loads):
-                layers = self._portion(moves.of, portion)
-                if layers:
-                    task = self.start_load(moves, layers)
-                    self._portions_loading.setdefault((moves.of, portion), []).append((moves, task))
-        if not self.overlaps:
-            self._finish_all()
-
-    def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that failed to load; vLLM may call this before ``save``."""
-        self._finish_all()
-        return super().take_failed_blocks()
-
-    def wait_for_layer(self, layer_name: str) -> None:
-        """Wait for the portion that contains the layer."""
-        if self._plan is None or not self._portions_loading:
-            return
-        for part, index in self._where(layer_name):
-            portion = next(p for p in range(PORTIONS) if index in self._portion(part, p))
-            self._finish((part, portion))
-
-    def layer_computed(self, layer_name: str) -> None:
-        """Copy a computed layer of the blocks that the step fills."""
-        if self._plan is None or not self._plan.saves:
-            return
-        for part, index in self._where(layer_name):
-            self._copy_layer(self._plan, part, index)
-
-    def save(self, plan: StepPlan) -> None:
-        """Copy the layers that were not reported one by one, after the forward, and write the blocks."""
-        self._throttle(active=False)
-        self._finish_all()
-        for part in {moves.of: None for moves in self.own(plan.saves)}:
-            for index in self.all_layers(part):
-                self._copy_layer(plan, part, index)
-            for moves, save in self._saves_begun.pop(part):
-                self._unconfirmed.add(save, moves.step)
-        self._settle()
-
-    def _copy_layer(self, plan: StepPlan, part: Part, index: int) -> None:
-        """Copy a layer of the blocks of one group that a step fills, unless that was done."""
-        copied = self._copied.setdefault(part, set())
-        if index in copied:
-            return
-        copied.add(index)
-        if part not in self._saves_begun:
-            wanted = [moves for moves in self.own(plan.saves) if moves.of == part]
-            self._saves_begun[part] = [(moves, self.begin_save(moves)) for moves in wanted]
-        for moves, save in self._saves_begun[part]:
-            save.transfer.copy(save.task, moves.block_ids, range(index, index + 1))
-
-    def _drop_begun(self) -> None:
-        """Drop the saves of a step that did not end."""
-        if self._plan is not None:
-            for begun in self._saves_begun.values():
-                for _, save in begun:
-                    self._drop(save)
-
-    def _finish_all(self) -> None:
-        for place in list(self._portions_loading):
-            self._finish(place)
-
-    def _finish(self, place: tuple[Part, int]) -> None:
-        part, portion = place
-        whole = portion == max(p for p in range(PORTIONS) if self._portion(part, p))
-        for moves, task in self._portions_loading.pop(place, ()):
-            self.finish_load(moves, task, whole=whole)
-
-    def _portion(self, part: Part, portion: int) -> range:
-        count = len(self.groups[part].layer_names)
-        return range(count * portion // PORTIONS, count * (portion + 1) // PORTIONS)
-
-    def _where(self, layer_name: str) -> Iterator[tuple[Part, int]]:
-        """Yield a layer's group and its index there; nothing for a layer that shares another one's KV cache."""
-        for part, transfer in self.groups.items():
-            if layer_name in transfer.layer_names:
-                yield part, transfer.layer_names.index(layer_name)
+    logger.debug(text, moves.request_id, len(result.done), moves.group, result.seconds * 1000)

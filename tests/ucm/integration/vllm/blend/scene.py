@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.clock import SimulatedClock
     from ucm.clock import Event
     from ucm.integration.vllm.blend.scheduler import BlendPlan
+    from ucm.integration.vllm.connector.metadata import BlockMoves
+    from ucm.integration.vllm.connector.staging import Lookup
     from ucm.integration.vllm.metric_names import Metric
     from ucm.store.base import BlockKey, KVStore
 
@@ -87,6 +89,35 @@ class Counted(ConnectorCounters):
         (self.failures if metric is FAILURES else self.outcomes).append(key)
 
 
+class Exact:
+    """The part of the scheduler of exact prefixes that blending asks."""
+
+    loads = True
+
+    def __init__(self) -> None:
+        self.counters = Counted()
+        self.step = 0
+        self.blocks: dict[str, list[int]] = {}
+        self.excluded: list[Request] = []
+        self._held: list[tuple[Stager, Lookup]] = []
+
+    def blocks_of(self, request_id: str) -> list[int]:
+        return self.blocks.get(request_id, [])
+
+    def vouches_for(self, request: Request) -> bool:
+        return request not in self.excluded
+
+    def hold(self, stager: Stager, lookup: Lookup) -> None:
+        self._held.append((stager, lookup))
+
+    def plan(self) -> None:
+        """Begin the next step, so that the one before has ended."""
+        self.step += 1
+        held, self._held = self._held, []
+        for stager, lookup in held:
+            stager.release(lookup)
+
+
 class Scene:
     """One engine."""
 
@@ -95,17 +126,12 @@ class Scene:
     ) -> None:
         self.clock = clock
         self.settings = BlendSettings(**{"min_tokens": 32, **settings})
-        self.counted = Counted()
+        self.exact = Exact()
+        self.counted, self.excluded = self.exact.counters, self.exact.excluded
         self.slab = Slab(1 << 24, ranks, clock=clock)
         self.stager = Stager(PIECES, self.slab, seconds, 3600.0, threads=AT_ONCE, clock=clock)
-        self.excluded: list[Request] = []
-        self.scheduler = BlendScheduler(
-            self.settings,
-            BLOCK,
-            self.stager,
-            self.counted,
-            may_save=lambda request: request not in self.excluded,
-        )
+        self.saves: list[BlockMoves] = []  #: of the last step
+        self.scheduler = BlendScheduler(self.settings, BLOCK, self.stager, self.exact)  # type: ignore[arg-type]
         directory.mkdir(exist_ok=True)
         config = StoreConfig(directories=(str(directory),))
         self.stores = [open_store(config, f"test/chunks/{rank}", GEOMETRY, clock=clock) for rank in range(ranks)]
@@ -154,36 +180,30 @@ class Scene:
 
     def admit(self, request: Request, computed: int, tokens: int, block_ids: list[int]) -> bool:
         """Allocate blocks to a request, like vLLM."""
-        blocks = SimpleNamespace(get_block_ids=lambda: (block_ids,))
-        return self.scheduler.allocated(request, blocks, tokens)
+        self.exact.blocks[request.request_id] = block_ids
+        return self.scheduler.allocated(request, tokens)
 
     def step(self, *admitted: tuple[Request, list[int], int, int]) -> BlendPlan:
         """Plan a step with new requests: their blocks, computed tokens, and tokens to compute."""
-        new = [
-            SimpleNamespace(req_id=request.request_id, block_ids=(ids,), num_computed_tokens=computed)
-            for request, ids, computed, _ in admitted
-        ]
-        for request, _, computed, _ in admitted:
+        for request, ids, computed, _ in admitted:
             request.num_computed_tokens = computed
-        return self._plan(new, {request.request_id: number for request, _, _, number in admitted})
+            self.exact.blocks[request.request_id] = ids
+        return self._plan({request.request_id: number for request, _, _, number in admitted})
 
     def idle(self) -> BlendPlan:
         """Plan a step without requests."""
-        return self._plan([], {})
+        return self._plan({})
 
     def go_on(self, request: Request, number: int) -> BlendPlan:
         """Plan a step in which a running request computes this many tokens."""
-        return self._plan([], {request.request_id: number})
+        return self._plan({request.request_id: number})
 
-    def _plan(self, new: list[Any], scheduled: dict[str, int]) -> BlendPlan:
-        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-        output = SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()),
-        )
-        return self.scheduler.plan(output)
+    def _plan(self, scheduled: dict[str, int]) -> BlendPlan:
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()))
+        self.exact.plan()
+        plan = self.scheduler.plan(output)
+        self.saves = self.scheduler.saves(output)
+        return plan
 
     def close(self) -> None:
         self.stager.close()

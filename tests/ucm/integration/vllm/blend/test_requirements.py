@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ucm.errors import ConfigError
 from ucm.integration.vllm.blend import sides
-from ucm.integration.vllm.blend.sides import require_alone, require_engine
+from ucm.integration.vllm.blend.sides import require_engine
 from ucm.integration.vllm.connector.kv_cache import CacheGroup
 
 GROUP = CacheGroup(0, 16, None, {}, ())
@@ -64,8 +63,6 @@ def test_an_ordinary_engine_is_served() -> None:
         ),
         ({"parallel_config__pipeline_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
         ({"parallel_config__data_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
         ({"parallel_config__enable_dbo": True}, "micro-batches"),
         ({"cache_config__cache_dtype": "fp8"}, "cannot be rotated"),
         ({"speculative_config": object()}, "not that of a draft"),
@@ -92,21 +89,3 @@ def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="cannot change the hashes"):
         require_engine(config(), [GROUP])
     require_engine(config(cache_config__enable_prefix_caching=False), [GROUP])
-
-
-@pytest.mark.parametrize(("outer", "refused"), [("MultiConnector", True), ("BlendConnector", False), (None, False)])
-def test_other_connectors_beside_it_are_refused(
-    monkeypatch: pytest.MonkeyPatch, outer: str | None, refused: bool
-) -> None:
-    """They see the same requests and blocks, but do not know that some are approximate."""
-    current = None if outer is None else SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer))
-    vllm = ModuleType("vllm.config")
-    vllm.get_current_vllm_config_or_none = lambda: current  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
-    own = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="BlendConnector"))
-    if refused:
-        with pytest.raises(ConfigError, match="blended KV as exact"):
-            require_alone(own)
-    else:
-        require_alone(own)

@@ -342,20 +342,24 @@ def test_the_chunk_that_begins_a_prompt_is_saved_once_it_is_computed(scene: Scen
     one = Request("r", [*A, *B], [[0, 70], [70, 110]])
     ids = list(range(7))
     assert scene.matched(one) == 0
-    assert not scene.step((one, ids, 0, 64)).saves
+    scene.step((one, ids, 0, 64))
+    assert not scene.saves
     one.num_computed_tokens = 64
-    (save,) = scene.go_on(one, 46).saves
-    assert (save.tokens, save.block_ids) == (70, ids[:5])
+    scene.go_on(one, 46)
+    (save,) = scene.saves
+    assert (save.depths, save.block_ids) == ([64, 70], ids[:5])
     assert save.keys == scene.put(A)
     assert len(save.keys) == -(-70 // PIECE)
     one.num_computed_tokens = 110
-    assert not scene.go_on(one, 1).saves
+    scene.go_on(one, 1)
+    assert not scene.saves
 
 
 def test_what_vllm_had_itself_is_saved_too(scene: Scene) -> None:
     one = Request("r", [*A, *B], [[0, 70]])
     scene.matched(one, 96)
-    assert scene.step((one, list(range(7)), 96, 14)).saves
+    scene.step((one, list(range(7)), 96, 14))
+    assert scene.saves
 
 
 def test_what_vllm_may_have_found_under_another_contents_name_is_not_saved(scene: Scene) -> None:
@@ -363,14 +367,16 @@ def test_what_vllm_may_have_found_under_another_contents_name_is_not_saved(scene
     one = Request("r", [*A, *B], [[0, 70]])
     scene.excluded.append(one)
     scene.matched(one, 96)
-    assert not scene.step((one, list(range(7)), 96, 14)).saves
+    scene.step((one, list(range(7)), 96, 14))
+    assert not scene.saves
 
 
 def test_a_chunk_behind_others_is_not_saved(scene: Scene) -> None:
     """Its KV depends on them."""
     one = Request("r", [*A, *B], [[70, 110]])
     scene.matched(one)
-    assert not scene.step((one, list(range(7)), 0, 110)).saves
+    scene.step((one, list(range(7)), 0, 110))
+    assert not scene.saves
 
 
 def test_a_question_goes_to_the_workers_as_far_as_the_step_computes_it(clock: SimulatedClock, tmp_path: Path) -> None:
@@ -396,7 +402,7 @@ def test_a_blended_request_saves_nothing(scene: Scene) -> None:
     assert scene.admit(one, 0, found, ids)
     plan = scene.step((one, ids, found, 10))
     assert plan.blends
-    assert not plan.saves
+    assert not scene.saves
 
 
 @pytest.mark.parametrize(
@@ -414,7 +420,8 @@ def test_requests_whose_kv_is_not_of_their_tokens_alone(scene: Scene, more: dict
     one = request(**more)
     assert scene.matched(one) == 0
     assert scene.counted.outcomes == [outcome]
-    assert not scene.step((one, list(range(12)), 0, 170)).saves
+    scene.step((one, list(range(12)), 0, 170))
+    assert not scene.saves
 
 
 @pytest.mark.parametrize(
@@ -429,7 +436,8 @@ def test_requests_whose_tokens_must_all_be_computed(scene: Scene, more: dict[str
     one = request(**more)
     assert scene.matched(one) == 0
     assert scene.counted.outcomes == [outcome]
-    assert scene.step((one, list(range(12)), 0, 170)).saves
+    scene.step((one, list(range(12)), 0, 170))
+    assert scene.saves
 
 
 def test_another_tenants_chunks_are_not_found(scene: Scene) -> None:

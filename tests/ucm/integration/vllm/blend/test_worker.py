@@ -18,12 +18,12 @@ import torch
 
 from ucm.blend import Chunk
 from ucm.config.settings import BlendSettings
-from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
-from ucm.integration.vllm.blend.worker import BlendWorker
-from ucm.integration.vllm.connector.metadata import StepPlan
-from ucm.integration.vllm.connector.saving import Saver
+from ucm.integration.vllm.blend.scheduler import OF_PIECES, Blend, BlendPlan
+from ucm.integration.vllm.blend.worker import BlendWorker, ChunkSaves
+from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metric_names import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
-from ucm.store.base import BlockKey, KVStore, Task
+from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,6 +52,7 @@ class Caches:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     piece_shape: tuple[int, ...] = (2, 64, 1, 1)
+    geometry: BlockGeometry = field(default_factory=lambda: BlockGeometry((PIECE_BYTES,), b"geometry of test"))
 
     def blocks(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(list(block_ids))
@@ -86,8 +87,8 @@ class Counted:
         self.added: dict[Metric, list[float]] = {}
         self.failures: list[str] = []
 
-    def failed(self, operation: str, cause: str) -> None:
-        self.failures.append(f"{operation}.{cause}")
+    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
+        self.failures += [f"{operation}.{cause}"] * blocks
 
     def add(self, metric: Metric, value: float = 1, key: str = "") -> None:
         assert key == ""
@@ -133,49 +134,56 @@ def test_a_rank_whose_weights_have_changed_says_so_to_the_others() -> None:
     assert changed.asked == others.asked == [[1]]
 
 
+def saving(store: Any, counted: Counted, clock: SimulatedClock, room: int = 1 << 20) -> TransferWorker:
+    """Return a worker that saves chunks alone."""
+    caches = Caches()
+    blending: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
+    worker = TransferWorker({}, counted, places={}, saves=set(), clock=clock)  # type: ignore[arg-type]
+    worker.add((OF_PIECES, 0), ChunkSaves(caches, blending, store, room, clock=clock), 0)  # type: ignore[arg-type]
+    return worker
+
+
+def run(worker: TransferWorker, plan: StepPlan) -> None:
+    worker.begin(plan)
+    worker.save(plan)
+
+
 @pytest.mark.parametrize(("epoch", "saves"), [(0, 1), (1, 0)])
 def test_a_chunk_is_saved_once_no_rank_has_seen_a_change_of_the_weights(
     clock: SimulatedClock, epoch: int, saves: int
 ) -> None:
-    caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
-    store.save.return_value.check.return_value = True
-    store.save.return_value.wait.return_value.failed = {}
-    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), Counted(), most_tokens=3)  # type: ignore[arg-type]
-    saver = Saver(store, PIECE_BYTES, 1 << 20, clock=clock)
-    for step in (1, 2):
-        plan = BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])] if step == 1 else [])
-        worker.begin(StepPlan(step, confirmed=0), saver)
-        worker.save(plan)
+    store, keys = create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
+    store.save.return_value.check.return_value = False
+    worker = saving(store, Counted(), clock)
+    run(worker, StepPlan(1, saves=[BlockMoves("r", OF_PIECES, keys, [0], [len(TOKENS)], step=1)], confirmed=0))
+    run(worker, StepPlan(2, confirmed=0))
     assert store.save.call_count == 0
-    worker.begin(StepPlan(3, confirmed=1, epoch=epoch), saver)
-    worker.begin(StepPlan(4, confirmed=3, epoch=epoch), saver)
+    worker.begin(StepPlan(3, confirmed=1, epoch=epoch))
+    worker.begin(StepPlan(4, confirmed=3, epoch=epoch))
     assert [[block.key for block in call.args[0]] for call in store.save.call_args_list] == [keys] * saves
 
 
 @pytest.mark.parametrize("call", ["save", "check", "wait"])
 def test_a_store_that_raises_ends_no_engine(clock: SimulatedClock, call: str) -> None:
-    caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
+    store, keys = create_autospec(KVStore, instance=True), [BlockKey(bytes(16))]
     task = store.save.return_value = create_autospec(Task, instance=True)
     (store.save if call == "save" else getattr(task, call)).side_effect = OSError("broken")
     counted = Counted()
-    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
-    worker.begin(StepPlan(1), Saver(store, PIECE_BYTES, 1 << 20, clock=clock))
-    worker.save(BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])]))
+    worker = saving(store, counted, clock)
+    run(worker, StepPlan(1, saves=[BlockMoves("r", OF_PIECES, keys, [0], [len(TOKENS)])]))
     assert store.save.call_count == 1
-    worker.save(BlendPlan())
+    run(worker, StepPlan(2))
     assert counted.failures == ["save.other"]
-    worker.close()
 
 
 def test_a_chunk_for_which_there_is_no_room_is_not_saved_in_part(clock: SimulatedClock) -> None:
-    caches, store, keys = Caches(), create_autospec(KVStore, instance=True), [BlockKey(bytes(16)), BlockKey(bytes(17))]
+    store, keys = create_autospec(KVStore, instance=True), [BlockKey(bytes(16)), BlockKey(bytes(17))]
     counted = Counted()
-    worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
-    saver = Saver(store, PIECE_BYTES, PIECE_BYTES, clock=clock)
-    worker.begin(StepPlan(1), saver)
-    worker.save(BlendPlan(saves=[ChunkSave(keys, 65, [0])]))
+    worker = saving(store, counted, clock, PIECE_BYTES)
+    run(worker, StepPlan(1, saves=[BlockMoves("r", OF_PIECES, keys, [0], [64, 65])]))
+    worker.begin(StepPlan(2))
     assert not store.save.called
-    assert (saver.waiting_bytes, counted.failures) == (0, ["save.full"])
+    assert (worker.groups[OF_PIECES, 0].waiting_bytes, counted.failures) == (0, ["save.full"])
 
 
 # Choosing tokens by the question's attention

@@ -20,6 +20,7 @@ from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemo
 from tests.ucm.integration.vllm.connector.simulation.truth import digest
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
 from ucm.blend import PIECE
+from ucm.integration.vllm.blend.scheduler import OF_PIECES
 from ucm.integration.vllm.blend.sides import BlendWorkerSide
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.blend_connector import BlendConnector
@@ -146,7 +147,7 @@ class BlendEngine(VllmEngine):
 
     def left(self) -> int:
         """Return the number of chunks that are being stored."""
-        return sum(worker._worker._blending._left() for worker in self.workers)
+        return sum(worker._worker.worker._left() for worker in self.workers)
 
     def close(self) -> None:
         super().close()
@@ -176,7 +177,8 @@ class BlendEngine(VllmEngine):
         self.happened["two in a step"] += len(blends) > 1
         self.happened["ahead"] += bool(blends) and bool(self._planned or self._executed)
         self.happened["chunks"] += len({chunk for blend in blends for chunk in blend.chunks})
-        self.happened["saved chunks"] += len(output.kv_connector_metadata.plan.blend.saves)
+        plan = output.kv_connector_metadata.plan
+        self.happened["saved chunks"] += sum(moves.group == OF_PIECES for moves in plan.saves)
         return super()._work(output)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, request
 from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 from ucm.integration.vllm.connector import staging
-from ucm.integration.vllm.connector.handoff import SAVED, comes_from_afar, is_handed_on, saved_tokens
+from ucm.integration.vllm.connector.hints import SAVED, comes_from_afar, is_handed_on, saved_tokens
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def test_no_thread_waits_for_another_engine(clock: SimulatedClock) -> None:
     for one in waiting:
         scene.side.finished(one)
     clock.run_until_idle()
-    assert scene.stager._stuck == 0
+    assert not scene.stager._running
 
 
 def test_a_medium_that_freezes_meanwhile_rests(clock: SimulatedClock) -> None:
@@ -159,7 +159,7 @@ def test_a_medium_that_freezes_meanwhile_rests(clock: SimulatedClock) -> None:
     assert scene.side.matched_tokens(request(TOKENS, "another"), 0) == 0
     scene.store.answers.set()
     clock.run_until_idle()
-    assert scene.stager._stuck == 0
+    assert not scene.stager._running
 
 
 def test_a_hit_that_ends_early_for_other_reasons_is_not_waited_for(clock: SimulatedClock) -> None:

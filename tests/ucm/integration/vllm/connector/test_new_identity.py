@@ -107,7 +107,7 @@ def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms
     scene.side.finished(behind)
     scene.side.finished(resumed)
     assert scene.step({}).late_saves == []
-    scene.side.forget_others()
+    scene.side.others.forget()
     scene.admit(behind, SIZE)
     assert len(moved(scene.run(behind, 14, scene.rows).saves)) > 0
 

@@ -27,67 +27,67 @@ KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(6)]
 
 
 def test_blocks_are_let_in_up_to_the_limit() -> None:
-    room = SaveRoom(limit=100)
-    taken = room.take(4, 30)
+    room = SaveRoom(100, 30)
+    taken = room.take(4)
     assert len(taken) == 3
     assert room.taken_bytes == 90
     room.give_back(taken[:2])
-    assert len(room.take(2, 35)) == 2
+    assert len(room.take(3)) == 2
 
 
 def test_something_is_let_in_whenever_nothing_waits() -> None:
-    room = SaveRoom(limit=1)
+    room = SaveRoom(1, 50)
     for _ in range(2):
-        [row] = room.take(2, 50)
+        [row] = room.take(2)
         assert row.nbytes == 50
         room.give_back([row])
 
 
 def test_rows_are_apart_and_used_again() -> None:
-    room = SaveRoom(limit=1 << 20)
-    first = room.take(6, 1000)
+    room = SaveRoom(1 << 20, 1000)
+    first = room.take(6)
     for number, row in enumerate(first):
         row[:] = bytes([number]) * 1000
     assert [bytes(row) for row in first] == [bytes([number]) * 1000 for number in range(6)]
     held = room.held_bytes
     room.give_back(first)
-    room.take(6, 1000)
+    room.take(6)
     assert room.held_bytes == held
 
 
 def test_no_more_memory_is_held_than_may_be_used() -> None:
-    room = SaveRoom(limit=100)
-    assert len(room.take(3, 30)) == 3
+    room = SaveRoom(100, 30)
+    assert len(room.take(3)) == 3
     assert room.held_bytes == 90
 
 
 def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = SaveRoom(limit=1 << 20)
+    room = SaveRoom(1 << 20, 1000)
     refuses = create_autospec(mmap.mmap, side_effect=OSError("no memory"))
     with monkeypatch.context() as patched:
         patched.setattr(saving, "mmap", create_autospec(mmap, mmap=refuses))
-        assert room.take(1, 1000) == []
-    assert len(room.take(1, 1000)) == 1
+        assert room.take(1) == []
+    assert len(room.take(1)) == 1
 
 
 def test_memory_that_a_burst_took_is_given_back() -> None:
-    room = SaveRoom(limit=1 << 40)
     block = EXTENT_BYTES // 2
-    room.give_back(room.take(6, block))
+    room = SaveRoom(1 << 40, block)
+    room.give_back(room.take(6))
     room.trim()
     assert room.held_bytes == 6 * block  # as many may be needed again
-    room.give_back(room.take(1, block))
+    room.give_back(room.take(1))
     room.trim()
     assert room.held_bytes == 2 * block
     room.trim()
     assert room.held_bytes == 0
-    assert len(room.take(6, block)) == 6
+    assert len(room.take(6)) == 6
 
 
 def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
-    room = SaveRoom(limit=1 << 40)
     block = EXTENT_BYTES // 4
-    rows = room.take(6, block)
+    room = SaveRoom(1 << 40, block)
+    rows = room.take(6)
     room.give_back(rows[1:])
     for _ in range(2):
         room.trim()
@@ -135,7 +135,7 @@ def test_an_engine_without_requests_gives_its_memory_back(clock: SimulatedClock,
         assert memory() is not None
         until_nothing_is_held(clock, saver)
         assert memory() is None
-        assert saver.waiting_bytes == 0
+        assert saver.room.taken_bytes == 0
         assert task.check()
         assert list(task.wait().done) == KEYS[:1], number
 
@@ -177,17 +177,17 @@ def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(
     if result is None:
         result = task.wait()
     assert (str(result.failed[KEYS[0]]), result.done) == ("OSError: broken", {})
-    assert saver.waiting_bytes == GEOMETRY.nbytes
+    assert saver.room.taken_bytes == GEOMETRY.nbytes
 
 
 def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: Saver) -> None:
     task = saver.begin(KEYS[:2], [0, 1])
     assert not task.check(), "it waits for the confirmation"
-    assert saver.waiting_bytes == 2 * GEOMETRY.nbytes
+    assert saver.room.taken_bytes == 2 * GEOMETRY.nbytes
     task.drop()
     assert task.check()
     result = task.wait()
-    assert (result.done, result.failed, saver.waiting_bytes) == ({}, {}, 0)
+    assert (result.done, result.failed, saver.room.taken_bytes) == ({}, {}, 0)
     failing = saver.begin(KEYS[:2], [0, 1])
     failing.drop(StoreError("the device failed"))
     failing.confirm()

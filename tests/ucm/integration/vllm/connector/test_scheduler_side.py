@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import FileContents
-from ucm.integration.vllm.blend.sides import OF_PIECES, BlendSchedulerSide
+from ucm.integration.vllm.blend.scheduler import OF_PIECES
+from ucm.integration.vllm.blend.sides import BlendSchedulerSide
 from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
@@ -386,7 +388,7 @@ def test_blocks_are_staged_once_every_rank_has_answered(
     assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record([0], GEOMETRY)}})
     plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
     assert [*waits, side.scheduler.prepares] == [True, False]
-    assert not side.scheduler.stager.promises_names
+    assert side.scheduler.stager.shares
     assert side.plan(STEP).slab is None
     assert any("1 store to look up" in text for text in log.messages)
     side.close()
@@ -423,9 +425,25 @@ def test_ranks_on_other_hosts_read_the_store_themselves(
 ) -> None:
     side = create(clock, write_model(tmp_path / "model"), tmp_path)
     plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
-    assert side.scheduler.stager.promises_names
+    assert not side.scheduler.stager.shares
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize(("outer", "refused"), [("MultiConnector", True), ("UCMConnector", False)])
+def test_blending_is_refused_beside_other_connectors(
+    clock: SimulatedClock, tmp_path: Path, outer: str, *, refused: bool
+) -> None:
+    """They see the same requests and blocks, but do not know that some are approximate."""
+
+    def create_several(vllm_config: Any) -> None:
+        assert vllm_config.kv_transfer_config.kv_connector == outer
+        create(clock, write_model(tmp_path / "model"), tmp_path, kind=BlendSchedulerSide).close()
+
+    engine = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer, kv_load_failure_policy="fail"))
+    with pytest.raises(ConfigError, match="blended KV as exact") if refused else nullcontext():
+        create_several(engine)
 
 
 @pytest.mark.usefixtures("later")

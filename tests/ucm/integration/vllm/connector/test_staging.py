@@ -40,7 +40,7 @@ def end(scene: Scene, lookup: Lookup) -> int:
 def expire(scene: Scene, lookup: Lookup) -> int:
     """Let a lookup reach its deadline, without an answer of the store; return the hit."""
     scene.clock.run_until_idle()
-    assert lookup.begun
+    assert id(lookup) in scene.stager._running
     scene.clock.advance(lookup.deadline - scene.clock.monotonic() - 0.001)
     assert not scene.stager.poll(lookup)
     scene.clock.advance(0.001)
@@ -429,7 +429,7 @@ def test_lookups_that_share_blocks_and_end_early_leave_no_block_behind(seed: int
     for lookup in lookups:
         scene.stager.release(lookup)
     clock.advance(1.0)  # who waits for another thread's read looks again after a while
-    assert (scene.used, scene.stager._stuck) == (0, 0)
+    assert (scene.used, scene.stager._running) == (0, {})
     scene.stager.close()
     assert clock.alive == []
 

@@ -15,7 +15,7 @@ from ucm.integration.vllm.connector import kv_cache, transfer_worker
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
-from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -62,7 +62,7 @@ class Stuck:
 class Setup:
     """KV caches, a worker, and a store with a queue for a few blocks."""
 
-    def __init__(self, clock: SimulatedClock, directory: Path, kind: type[TransferWorker], *, on_device: bool) -> None:
+    def __init__(self, clock: SimulatedClock, directory: Path, *, layer_wise: bool, on_device: bool) -> None:
         self.clock = clock
         self.caches = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in range(LAYERS)}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
@@ -83,7 +83,9 @@ class Setup:
         self.reopen = partial(open_store, config, "model/rank0", geometry, clock=clock)
         slab = SlabReader(clock=clock)
         transfer = make(store=self.reopen(), slab=slab, save_queue_bytes=ROOM * nbytes, clock=clock)
-        self.worker = kind({(0, 0): transfer}, self.counts, places={(0, 0): 0}, saves={0}, clock=clock)
+        self.worker = TransferWorker(
+            {(0, 0): transfer}, self.counts, places={(0, 0): 0}, saves={0}, layer_wise=layer_wise, clock=clock
+        )
         self._step = 0
 
     def content(self, block: int) -> bytes:
@@ -121,15 +123,15 @@ class Setup:
 
 @pytest.fixture(
     params=[
-        pytest.param((TransferWorker, False), id="host"),
-        pytest.param((LayerWiseWorker, False), id="host, layer by layer"),
-        pytest.param((TransferWorker, True), id="device", marks=needs_torch),
-        pytest.param((LayerWiseWorker, True), id="device, layer by layer", marks=needs_torch),
+        pytest.param((False, False), id="host"),
+        pytest.param((True, False), id="host, layer by layer"),
+        pytest.param((False, True), id="device", marks=needs_torch),
+        pytest.param((True, True), id="device, layer by layer", marks=needs_torch),
     ]
 )
 def setup(request: pytest.FixtureRequest, clock: SimulatedClock, tmp_path: Path) -> Setup:
-    kind, on_device = request.param
-    return Setup(clock, tmp_path, kind, on_device=on_device)
+    layer_wise, on_device = request.param
+    return Setup(clock, tmp_path, layer_wise=layer_wise, on_device=on_device)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.integration.vllm.connector.transfer import GroupTransfer
-from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import (
     BlockCorruptError,
@@ -156,8 +156,8 @@ class Counts(ConnectorCounters):
 class Setup:
     def __init__(
         self,
-        kind: type[TransferWorker] = TransferWorker,
         *,
+        layer_wise: bool = False,
         saves: bool = True,
         between_steps: bool = False,
         background: bool = False,
@@ -166,12 +166,13 @@ class Setup:
     ) -> None:
         self.transfer = Scripted()
         self.counts = Counts()
-        self.worker = kind(
+        self.worker = TransferWorker(
             {(0, 0): self.transfer},
             self.counts,
             places={(0, 0): 1},
             saves={0} if saves else set(),
             policy=LoadPolicy(between_steps, background, fails_whole=fails_whole),
+            layer_wise=layer_wise,
             clock=clock,
         )
 
@@ -210,10 +211,10 @@ def test_a_step_waits_only_for_copies_of_what_it_writes_and_for_no_medium() -> N
     assert setup.counts.blocks["saved"] == 4
 
 
-@pytest.mark.parametrize("kind", [TransferWorker, LayerWiseWorker])
-def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(kind: type[TransferWorker]) -> None:
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(*, layer_wise: bool) -> None:
     """vLLM zeroes blocks of such models, and the V2 runner does before it announces the step."""
-    setup = Setup(kind)
+    setup = Setup(layer_wise=layer_wise)
     setup.worker.settles = True
     plan = StepPlan(1, saves=[moves(1, 2)], late_saves=[moves(3)])
     setup.worker.begin(plan)
@@ -227,9 +228,9 @@ def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(kind:
     assert not any(said.startswith("copied") for said in setup.transfer.said())
 
 
-@pytest.mark.parametrize("kind", [TransferWorker, LayerWiseWorker])
-def test_saves_are_throttled_during_a_forward(kind: type[TransferWorker]) -> None:
-    setup = Setup(kind)
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_saves_are_throttled_during_a_forward(*, layer_wise: bool) -> None:
+    setup = Setup(layer_wise=layer_wise)
     for plan in (StepPlan(1, saves=[moves(1)]), StepPlan(2, idle=True), StepPlan(3)):
         setup.worker.begin(plan)
         setup.worker.begin(plan)
@@ -272,22 +273,23 @@ def test_what_nobody_asks_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 class Slices(Setup):
     """A rank that stores two slices of each block, the third and the fourth of all."""
 
-    def __init__(self, kind: type[TransferWorker] = TransferWorker, *, between_steps: bool = False) -> None:
-        super().__init__(kind, between_steps=between_steps)
+    def __init__(self, *, layer_wise: bool = False, between_steps: bool = False) -> None:
+        super().__init__()
         self.transfers = [Scripted(), Scripted()]
-        self.worker = kind(
+        self.worker = TransferWorker(
             {(0, place): transfer for place, transfer in enumerate(self.transfers)},
             self.counts,
             places={(0, 0): 2, (0, 1): 3},
             saves={0},
             policy=LoadPolicy(between_steps, background=True),
+            layer_wise=layer_wise,
         )
         self.worker.reports_stored = True
 
 
-@pytest.mark.parametrize("kind", [TransferWorker, LayerWiseWorker])
-def test_each_slice_of_a_block_is_saved_and_reported(kind: type[TransferWorker]) -> None:
-    slices = Slices(kind)
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_each_slice_of_a_block_is_saved_and_reported(*, layer_wise: bool) -> None:
+    slices = Slices(layer_wise=layer_wise)
     plan = StepPlan(1, saves=[moves(1, 2)], late_saves=[moves(3)])
     slices.worker.begin(plan)
     for name in LAYERS:
@@ -605,7 +607,7 @@ def forward(setup: Setup, plan: StepPlan, names: Sequence[str] = LAYERS) -> None
 
 
 def test_a_layer_waits_for_its_portion_and_is_saved_when_computed() -> None:
-    setup = Setup(LayerWiseWorker)
+    setup = Setup(layer_wise=True)
     plan = StepPlan(1, loads=[moves(1)], saves=[moves(2)])
     forward(setup, plan)
     assert setup.transfer.said() == [
@@ -626,7 +628,7 @@ def test_a_layer_waits_for_its_portion_and_is_saved_when_computed() -> None:
 
 def test_layers_that_are_not_announced_are_not_forgotten() -> None:
     """For instance if a graph was replayed, or a draft model's layers ran elsewhere."""
-    setup = Setup(LayerWiseWorker)
+    setup = Setup(layer_wise=True)
     plan = StepPlan(1, loads=[moves(1)], saves=[moves(2)])
     forward(setup, plan, [*LAYERS[:2], "shares another layer's cache"])
     setup.transfer.said()
@@ -634,21 +636,23 @@ def test_layers_that_are_not_announced_are_not_forgotten() -> None:
     said = setup.transfer.said()
     assert said[:2] == ["wait load 1 layers 3-4", "wait load 1 layers 4-6"]
     assert said[2:] == [*(f"copy 2 layers {layer}-{layer + 1} from [2]" for layer in range(2, 6)), "confirm 2"]
+    setup.worker.layer_computed(LAYERS[5])
+    assert setup.transfer.said() == []
 
 
 def test_what_a_step_that_did_not_end_began_to_save_is_dropped() -> None:
-    setup = Setup(LayerWiseWorker)
+    setup = Setup(layer_wise=True)
     forward(setup, StepPlan(1, saves=[moves(2, 3)]), LAYERS[:2])
     setup.transfer.said()
     setup.worker.begin(StepPlan(2))
-    assert setup.transfer.said() == ["drop 2 3"]
-    assert setup.counts.blocks == {"save.other": 2}
+    assert setup.transfer.said() == ["drop 2 3", "wait save 2 3"]
+    assert setup.counts.blocks["save.other"] == 2
 
 
 def test_closing_does_not_wait_for_what_a_step_that_did_not_end_began_to_save(
     clock: SimulatedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setup = Setup(LayerWiseWorker, clock=clock)
+    setup = Setup(layer_wise=True, clock=clock)
     forward(setup, StepPlan(1, saves=[moves(2, 3)]), LAYERS[:2])
     setup.transfer.said()
     begun = clock.monotonic()
@@ -659,15 +663,14 @@ def test_closing_does_not_wait_for_what_a_step_that_did_not_end_began_to_save(
 
 
 def test_a_layer_is_saved_once() -> None:
-    setup = Setup(LayerWiseWorker)
+    setup = Setup(layer_wise=True)
     plan = StepPlan(1, saves=[moves(2)])
     forward(setup, plan, ["layer.0", "layer.0"])
     assert setup.transfer.said() == ["layer.0", "copy 2 layers 0-1 from [2]", "layer.0"]
 
 
 def test_where_nothing_runs_between_the_layers_the_forward_waits_for_all() -> None:
-    setup = Setup(LayerWiseWorker)
-    assert isinstance(setup.worker, LayerWiseWorker)
+    setup = Setup(layer_wise=True)
     setup.worker.overlaps = False
     plan = StepPlan(1, loads=[moves(1)])
     setup.worker.begin(plan)

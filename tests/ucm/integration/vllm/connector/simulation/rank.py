@@ -9,7 +9,7 @@ from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector import kv_cache
 from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
-from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.memory.slab import SlabReader
 
@@ -51,12 +51,13 @@ class Rank:
         self.slab = SlabReader(clock=clock)
         parts = [part for group in groups.groups for part in group.parts]
         transfers = {(part.index, part.place): self._transfer(part, setting) for part in parts}
-        self.worker = (LayerWiseWorker if setting.layerwise else TransferWorker)(
+        self.worker = TransferWorker(
             transfers,
             ConnectorCounters(),
             places={(part.index, part.place): self._place(part) for part in parts},
             saves={group.index for group in groups.groups},
             policy=LoadPolicy(setting.between_steps, setting.background),
+            layer_wise=setting.layerwise,
             clock=clock,
         )
         self._between_steps = setting.between_steps
