@@ -129,7 +129,7 @@ class Case:
         self.step = BeyondWindow(
             step(*[(f"{n}", computed, count, computed + count) for n, (computed, count) in enumerate(rows)]), window
         )
-        positions = torch.from_numpy(self.step.queries.positions)
+        positions = torch.from_numpy(self.step.positions)
         everywhere = torch.arange(longest)
         self.of_keys = self.rotary.factors(everywhere, everywhere.float() / leak)
         of_queries = self.rotary.factors(positions, self.far_from(positions))
@@ -143,8 +143,8 @@ class Case:
         kernel = kernel or window_kernel.window_kernel(self.kind.shape)
         assert kernel is not None
         output = torch.full(self.query.shape, 7.0, dtype=self.kind.dtype)
-        batches = self.step.queries.batches(self.kind.size)
-        kernel.attend(self.query, self.cache, self.table, output, batches, self.turning, 0.3, self.window)
+        queries = self.step.queries(self.kind.size)
+        kernel.attend(self.query, self.cache, self.table, output, queries, self.turning, 0.3, self.window)
         return output
 
     def wanted(self) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Case:
         torch.testing.assert_close(self.run().double(), self.wanted(), rtol=exact, atol=exact)
 
 
-ROWS = [(300, 1), (90, 41), (0, 20), (150, 1), (120, 170)]
+ROWS = [(300, 1), (90, 41), (0, 20), (150, 1), (120, 4)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_every_kind_of_layer(kind: Kind) -> None:
     Case(kind, ROWS, 100).check()
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 289, 290])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 123, 299, 300])
 def test_every_window(window: int) -> None:
     Case(Kind(), ROWS, window, leak=math.inf if window % 2 else 3.5).check()
 
@@ -201,15 +201,6 @@ def test_every_window(window: int) -> None:
 @pytest.mark.parametrize("rows", [[(40, 1)], [(41, 1), (40, 1), (39, 1)], [(1500, 1), (40, 17)], [(0, 57)]])
 def test_contexts_that_begin_and_end_anywhere(rows: list[tuple[int, int]]) -> None:
     Case(Kind(), rows, 40).check()
-
-
-def test_many_queries_are_computed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Case(Kind(), ROWS, 10)
-    expected = whole.run()
-    monkeypatch.setattr(window_kernel, "AT_ONCE", 40)
-    some = Case(Kind(), ROWS, 10)
-    assert len(some.step.queries.batches(32)) > 3
-    assert torch.equal(some.run(), expected)
 
 
 def test_a_request_s_numbers_do_not_depend_on_others_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,6 @@ class AttentionLayers:
     head_layout = _of_backend(PartsBackend.head_layout)
     read = _of_backend(PartsBackend.read)
     attend = _of_backend(PartsBackend.attend)
-    attend_window = _of_backend(PartsBackend.attend_window)
     require_write = _of_backend(PartsBackend.require_write)
     write = _of_backend(PartsBackend.write)
     _require_parts = _of_backend(PartsBackend.require_parts)
