@@ -281,6 +281,9 @@ class SparseDrafts(BlockTopK):
         return f"{super().summary()}; {self.counts['accepted']} of {self.counts['drafted']} drafts accepted"
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
+        for request_id, asked in batch.asked.items():
+            self._steer(planner, request_id, asked)
+        self._missing = planner.missing(batch, self._dense.keys())
         if self._drafting:
             self._plan = plan = planner.plan(batch, self._dense.keys())
             first = self._chosen
@@ -288,11 +291,6 @@ class SparseDrafts(BlockTopK):
                 self._chosen = None
             else:
                 first.lens = first.tables.seq_lens + int(plan.seq_lens[0] - first.plan.seq_lens[0])
-            return
-        for request_id, asked in batch.asked.items():
-            self._steer(planner, request_id, asked)
-        planner.set_back(batch)
-        self._completed = planner.completed(batch, self._dense.keys())
 
     def _choose(self, plan: SelectionPlan, layer_name: str, *of_layer: Any) -> tuple[Tensor, Tensor]:
         """Choose for the first drafts after a step; choosing for each one takes more time than it gains acceptance."""

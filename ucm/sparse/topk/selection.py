@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.topk.ranking import ranked
@@ -81,90 +82,34 @@ class BlockBudget:
         return (self.sinks + self.recent + 1) * self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class FreshBlocks:
-    """Blocks of a request that tokens of the step complete; these tokens may or may not be in the cache yet.
+@dataclass(frozen=True, eq=False)
+class MissingBlocks:
+    """Blocks that were complete before a step and have no representatives yet.
 
     Attributes:
-        piece: The index of a piece of the request.
-        begin: The position of the first block.
-        end: The position after the last block.
-        written: The number of the request's tokens that are certainly in the cache.
-        token: The index of the next token among the step's tokens.
+        request_ids: The requests with such blocks.
+        rows: ``[n]``, int64: their rows in the step.
+        begins: ``[n]``, int64: the position of the first block of each.
+        ends: ``[n]``, int64: the position after its last.
     """
 
-    piece: int
-    begin: int
-    end: int
-    written: int
-    token: int
+    request_ids: list[str]
+    rows: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
 
+    def ids(self, block_table: Tensor) -> Tensor:
+        """Return the ids of the blocks, ``[blocks]``, int64, in one operation on the device.
 
-def with_new_keys(keys: Tensor, new: Tensor, fresh: FreshBlocks) -> Tensor:
-    """Return the keys of blocks that the step's tokens complete, whether or not these tokens are in the cache yet.
+        Args:
+            block_table: ``[num_reqs or more, max_blocks]``, int32.
+        """
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    Args:
-        keys: ``[blocks, block_size, num_kv_heads, head_size]``: the cache's content.
-        new: ``[num_tokens, num_kv_heads, head_size]``: the keys of the step's tokens.
-        fresh: The blocks.
-    """
-    flat = keys.flatten(0, 1).clone()
-    first = fresh.begin * keys.shape[1]
-    known = max(0, fresh.written - first)
-    start = fresh.token + first + known - fresh.written
-    flat[known:] = new[start : start + len(flat) - known].to(flat.dtype)
-    return flat.view_as(keys)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedBlocks:
-    """Blocks of a request that are complete after a step and have no representatives yet.
-
-    Attributes:
-        request_id: The request.
-        row: Its row in the step.
-        begin: The position of the first block.
-        end: The position after the last block.
-    """
-
-    request_id: str
-    row: int
-    begin: int
-    end: int
-
-
-def completed_ids(completed: Sequence[CompletedBlocks], block_table: Tensor) -> Tensor:
-    """Return the ids of completed blocks, ``[n]``, int64.
-
-    Args:
-        completed: At least one.
-        block_table: ``[num_reqs or more, max_blocks]``, int32.
-    """
-    found = blocks_between(
-        block_table,
-        np.array([of.row for of in completed], np.int64),
-        np.array([(of.begin, of.end) for of in completed], np.int64),
-    )
-    assert found is not None, "a completed range has blocks"  # noqa: S101 - for the type
-    return found
-
-
-def blocks_between(block_table: Tensor, rows: NDArray[np.int64], ranges: NDArray[np.int64]) -> Tensor | None:
-    """Return the ids of ranges of blocks, ``[n]``, int64, in one operation on the device; None if all are empty.
-
-    Args:
-        block_table: ``[num_reqs or more, max_blocks]``, int32.
-        rows: ``[ranges]``: the row of each range.
-        ranges: ``[ranges, 2]``: the first position of each, and the one after its last.
-    """
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    counts = ranges[:, 1] - ranges[:, 0]
-    if not counts.any():
-        return None
-    places = np.arange(counts.sum()) + np.repeat(ranges[:, 0] - (counts.cumsum() - counts), counts)
-    both = torch.from_numpy(np.stack((np.repeat(rows, counts), places))).to(block_table.device, non_blocking=True)
-    return block_table[both[0], both[1]].long()
+        counts = self.ends - self.begins
+        places = np.arange(counts.sum()) + np.repeat(self.begins - (counts.cumsum() - counts), counts)
+        both = torch.from_numpy(np.stack((self.rows.repeat(counts), places))).to(block_table.device, non_blocking=True)
+        return block_table[both[0], both[1]].long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +131,6 @@ class SelectionPlan:
             its whole budget.
         seq_lens: ``[pieces]``, int32: the number of tokens that each piece reads.
         dense_blocks: The largest number of blocks of a dense piece; 0 if there is none.
-        missing: ``[sparse, 2]``, int64: for each sparse row, the first and the end position of the blocks whose
-            representatives must be computed in this step.
-        fresh: The missing blocks that contain tokens of this step.
     """
 
     budget: BlockBudget
@@ -201,8 +143,6 @@ class SelectionPlan:
     top_p: NDArray[np.float64] | None
     seq_lens: NDArray[np.int32]
     dense_blocks: int
-    missing: NDArray[np.int64]
-    fresh: tuple[FreshBlocks, ...]
 
     @property
     def all_rows(self) -> bool:
@@ -221,7 +161,7 @@ class SelectionPlanner:
     """Plans steps, and tracks for each request up to which block its representatives are computed.
 
     As long as a request holds its blocks, they are its own, or shared and complete, so their representatives stay
-    valid. When it is admitted again or set back, they are computed again.
+    valid.
 
     Args:
         budget: What a decode reads.
@@ -253,7 +193,6 @@ class SelectionPlanner:
             excluded: Requests that stay dense.
         """
         budget = self.budget
-        self.set_back(batch)
         totals = self._totals(batch)
         dense_tokens = self._dense_tokens(totals)
         pieces = self._pieces(batch, dense_tokens)
@@ -270,9 +209,13 @@ class SelectionPlanner:
         lens[rows] -= (blocks - totals)[rows] * budget.block_size
         counts = pieces.ends - pieces.begins
         request_ids = tuple(batch.request_ids[row] for row in pieces.rows[rows].tolist())
-        missing = np.array(
-            [self._missing(of, end) for of, end in zip(request_ids, blocks[rows].tolist(), strict=True)], np.int64
-        )
+        known = batch.num_computed_tokens[pieces.rows] // budget.block_size
+        if (blocks - budget.recent > known)[rows].any():
+            raise SparseMethodError(
+                "a step computes more tokens of an answer than the last of them may choose blocks without",
+                where="the hook limit_new_tokens of the scheduler",
+                fix="build the overlay anew, and install it in every environment of the engine",
+            )
         dense = blocks[~sparse]
         return SelectionPlan(
             budget=budget,
@@ -285,29 +228,31 @@ class SelectionPlanner:
             top_p=self._top_p(request_ids),
             seq_lens=lens.astype(np.int32),
             dense_blocks=int(dense.max()) if len(dense) else 0,
-            missing=missing,
-            fresh=self._fresh(batch, pieces, rows, missing),
         )
 
-    def completed(self, batch: StepBatch, excluded: AbstractSet[str]) -> tuple[CompletedBlocks, ...]:
-        """Return the candidate blocks that this step completes, and record that they have representatives.
+    def missing(self, batch: StepBatch, excluded: AbstractSet[str]) -> MissingBlocks | None:
+        """Return the blocks whose representatives this step makes, and record that they have them.
 
-        The blocks of prompts that fit into the budget are left to the first step that chooses among them.
+        Those of a prompt that fits into the budget are left to the step that outgrows it. A request starts anew with
+        blocks that a step writes again, for instance because drafts were rejected, and with all when it is admitted.
 
         Args:
-            batch: A step that was planned.
+            batch: The step.
             excluded: Requests that stay dense.
         """
-        budget, found = self.budget, []
+        budget = self.budget
+        ends = batch.num_computed_tokens // budget.block_size
+        made = np.array([self._made.get(request_id, 0) for request_id in batch.request_ids], np.int64)
+        made = np.where(batch.admitted, 0, np.minimum(made, ends))
+        begins = np.maximum(made, budget.sinks)
         longest = np.maximum(batch.num_prompt_tokens, batch.seq_lens)
-        for row in np.flatnonzero(longest > self._dense_tokens(self._totals(batch))).tolist():
-            request_id = batch.request_ids[row]
-            begin = max(self._made.get(request_id, 0), budget.sinks)
-            end = int(batch.seq_lens[row]) // budget.block_size
-            if begin < end and request_id not in excluded:
-                found.append(CompletedBlocks(request_id, row, begin, end))
-                self._made[request_id] = end
-        return tuple(found)
+        wanted = (longest > self._dense_tokens(self._totals(batch))) & (begins < ends)
+        wanted &= np.array([request_id not in excluded for request_id in batch.request_ids], np.bool_)
+        self._made.update(zip(batch.request_ids, np.where(wanted, ends, made).tolist(), strict=True))
+        rows = np.flatnonzero(wanted)
+        if not len(rows):
+            return None
+        return MissingBlocks([batch.request_ids[row] for row in rows.tolist()], rows, begins[rows], ends[rows])
 
     def thresholds(self, request_id: str) -> tuple[int, int]:
         """Return a request's budget in tokens, without a share, and the largest context with which it is dense."""
@@ -350,22 +295,6 @@ class SelectionPlanner:
         bounds = zip(whole.begins.tolist(), whole.ends.tolist(), first.tolist(), strict=True)
         return whole.cut([range(max(begin + 1, first), end) for begin, end, first in bounds])
 
-    def _fresh(
-        self, batch: StepBatch, pieces: QueryPieces, rows: NDArray[np.int64], missing: NDArray[np.int64]
-    ) -> tuple[FreshBlocks, ...]:
-        """Return the missing blocks that tokens of this step complete."""
-        if pieces.whole:  # a decode chooses only among blocks that were complete before the step
-            return ()
-        found = []
-        starts = batch.num_new_tokens.cumsum() - batch.num_new_tokens
-        for piece, (begin, end) in zip(rows.tolist(), missing.tolist(), strict=True):
-            row = int(pieces.rows[piece])
-            written = int(batch.num_computed_tokens[row])
-            first = max(begin, written // self.budget.block_size)
-            if first < end:
-                found.append(FreshBlocks(piece, first, end, written, int(starts[row])))
-        return tuple(found)
-
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended."""
         self.forget_made(request_id)
@@ -374,24 +303,6 @@ class SelectionPlanner:
     def forget_made(self, request_id: str) -> None:
         """Forget the representatives of a request."""
         self._made.pop(request_id, None)
-
-    def set_back(self, batch: StepBatch) -> None:
-        """Forget the representatives of blocks that this step or a later one writes, or that came with an admission.
-
-        A step writes a block again whose drafts were rejected.
-        """
-        whole = np.where(batch.admitted, 0, batch.num_computed_tokens // self.budget.block_size)
-        for request_id, blocks in zip(batch.request_ids, whole.tolist(), strict=True):
-            if self._made.get(request_id, 0) > blocks:
-                self._made[request_id] = blocks
-
-    def _missing(self, request_id: str, blocks: int) -> tuple[int, int]:
-        """Return the range of candidate blocks without representatives, and record that they have them."""
-        end = blocks - self.budget.recent
-        begin = max(self._made.get(request_id, 0), self.budget.sinks)
-        end = max(begin, end)
-        self._made[request_id] = end
-        return begin, end
 
 
 class RestrictedTables:
@@ -437,10 +348,6 @@ class RestrictedTables:
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
         self.max_seq_len = int(plan.seq_lens.max())
-        #: ``[n]``, int64: the blocks whose representatives must be computed; None if there are none.
-        self.missing = blocks_between(whole, plan.rows, plan.missing)
-        #: Those of them that tokens of this step complete: their ids, ``[n]``, int64, and their description.
-        self.fresh = [(whole[of.piece, of.begin : of.end].long(), of) for of in plan.fresh]
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
@@ -599,8 +506,6 @@ class StepOnDevice:
         plan_and_lens.copy_(host, non_blocking=True)
         self._plan, self.seq_lens = plan_and_lens, plan_and_lens[4]
         self.max_seq_len = int(plan.seq_lens.max())
-        self.missing = blocks_between(block_table, plan.rows, plan.missing)
-        self.fresh: list[Any] = []  # every piece is a whole row
         self.split = None
         self.table = buffers.take("table", (rows, block_table.shape[1]), torch.int32)[:, : int(packed[1].max())]
 
