@@ -29,7 +29,6 @@ from ucm.sparse.attention import StepBatch
 from ucm.sparse.options import parse_options
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
-from ucm.sparse.topk.selection import StepOnDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.base import Role
-    from ucm.sparse.topk.selection import RestrictedTables, SelectionPlan, SelectionPlanner
+    from ucm.sparse.topk.selection import RestrictedTables, SelectionPlan, SelectionPlanner, StepOnDevice
 
 #: vLLM's kind of proposers that are loaded by their class, and ours.
 CUSTOM, DRAFTER = "custom_class", "ucm.integration.vllm.drafter.SparseDrafter"
@@ -301,6 +300,6 @@ class SparseDrafts(BlockTopK):
         table, lens = super()._choose(plan, layer_name, *of_layer)
         if first is None and self._tables is not None:
             self._chosen = first = Chosen(plan, self._tables[1], {}, lens)
-        if first is not None:  # kernels write the next layer's table into the same memory
-            first.by_layer[layer_name] = table.clone() if isinstance(first.tables, StepOnDevice) else table
+        if first is not None:
+            first.by_layer[layer_name] = table
         return table, lens

@@ -2,7 +2,7 @@
 
 They compute what `KeyCodes.put`, `KeyCodes.shares` and `RestrictedTables.choose` compute with torch: sums have another
 order, and from given shares exactly the same is chosen. They do it without reading anything back to the host, and
-without a launch per request or per block. All buffers persist between steps.
+without a launch per request or per block.
 
 The plan of a step is one int32 tensor ``[4, rows]`` with a column for each row of the step, dense rows included:
 the number of blocks that the row has, and that it reads (the same for a dense row); the index of its query among the

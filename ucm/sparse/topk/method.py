@@ -39,8 +39,8 @@ from ucm.sparse.topk.selection import (
     SelectionPlan,
     SelectionPlanner,
     StepOnDevice,
-    buffers_for,
     dense_tokens,
+    kernels_serve,
     step_tables,
 )
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables
+    from ucm.sparse.topk.selection import RestrictedTables
 
 #: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
 #: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
@@ -128,8 +128,6 @@ class BlockTopK(SparseMethod):
         self._batch: StepBatch | None = None
         self._plan: SelectionPlan | None = None
         self._tables: tuple[Any, RestrictedTables | StepOnDevice] | None = None
-        self._buffers: DeviceBuffers | None = None  #: those of the kernels, where there are kernels
-        self._buffers_known = False
         self._missing: MissingBlocks | None = None
         #: A layer's metadata, and the ids of the missing blocks.
         self._missing_ids: tuple[Any, Tensor] | None = None
@@ -428,8 +426,7 @@ class BlockTopK(SparseMethod):
     ) -> tuple[Tensor, Tensor]:
         """Return the block table and the lengths that a layer reads, by queries as they are scored."""
         if self._tables is None or self._tables[0] is not attn_metadata:
-            table = self.attention.block_table(attn_metadata)
-            self._tables = attn_metadata, step_tables(plan, table, self._kernel_buffers(table.device))
+            self._tables = attn_metadata, step_tables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
         made = self._representatives_of(layer_name, kv_cache)
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
@@ -506,16 +503,10 @@ class BlockTopK(SparseMethod):
 
     def _keys_for_kernels(self, layer_name: str, kv_cache: Tensor, device: Any) -> Tensor | None:
         """Return all keys of a cache if a kernel can make representatives from them."""
-        if self._kernel_buffers(device) is None:
+        if not kernels_serve(device):
             return None
         keys = self.attention.keys_in_place(layer_name, kv_cache)
         return keys if keys is not None and power_of_two(keys.shape[1]) == keys.shape[1] else None
-
-    def _kernel_buffers(self, device: Any) -> DeviceBuffers | None:
-        """Return the buffers of the kernels; None on a device without kernels."""
-        if not self._buffers_known:
-            self._buffers, self._buffers_known = buffers_for(device), True
-        return self._buffers
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:
@@ -536,7 +527,6 @@ class BlockTopK(SparseMethod):
             for request_id in self._missing.request_ids:  # a later step makes what this one does not in further layers
                 self._planner.forget_made(request_id)
         self._plan = self._missing = None
-        self._buffers, self._buffers_known = None, False  # some of them may not be 0 where they must be
         self.counts["failures"] += 1
         self._outcomes.exclude(request_ids, failure_outcome(error))
         cause = f"{type(error).__name__}: {error}"

@@ -426,44 +426,13 @@ def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
     return (held.double() < needed).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1) + 1
 
 
-class DeviceBuffers:
-    """The tensors that the kernels write; all layers and steps share them, and they only ever grow.
-
-    Args:
-        device: Where they are.
-    """
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Return a contiguous tensor; what a new one holds is 0.
-
-        Args:
-            name: The buffer.
-            shape: The tensor's shape.
-            dtype: Its dtype, always the same for a buffer.
-        """
-        import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-        size = int(np.prod(shape))
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < size:
-            room = 1 << max(size - 1, 0).bit_length()
-            kept = self._kept[name] = torch.zeros(room, dtype=dtype, device=self._device)
-        return kept[:size].view(shape)
-
-
-def buffers_for(device: Any) -> DeviceBuffers | None:
-    """Return buffers if the kernels run on a device, else None: they need more shared memory than NVIDIA's 7.x have."""
+def kernels_serve(device: Any) -> bool:
+    """Return whether the kernels run on a device: they need more shared memory than NVIDIA's 7.x have."""
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
     if os.environ.get(INTERPRET) == "1":
-        return DeviceBuffers(device)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not _has_triton():
-        return None
-    return DeviceBuffers(device)
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and _has_triton()
 
 
 @functools.cache
@@ -483,14 +452,13 @@ class StepOnDevice:
     Args:
         plan: The plan; each of its pieces is a whole row.
         block_table: See `RestrictedTables`.
-        buffers: The worker's buffers. They must not be used for another step before this one's kernels are launched.
     """
 
-    def __init__(self, plan: SelectionPlan, block_table: Tensor, buffers: DeviceBuffers) -> None:
+    def __init__(self, plan: SelectionPlan, block_table: Tensor) -> None:
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-        rows = len(plan.seq_lens)
-        self._budget, self._source, self._buffers, self._rows = plan.budget, block_table, buffers, rows
+        rows, device = len(plan.seq_lens), block_table.device
+        self._budget, self._source, self._rows = plan.budget, block_table, rows
         counts = plan.blocks - plan.budget.sinks - plan.budget.recent
         self._most, self._candidates = int(counts.max()), int(counts.sum())
         packed = np.zeros((5, rows), np.int32)
@@ -500,19 +468,20 @@ class StepOnDevice:
         packed[3, plan.rows] = counts.cumsum() - counts
         packed[4] = plan.seq_lens
         host = torch.from_numpy(packed)
-        if block_table.device.type == "cuda":
+        if device.type == "cuda":
             host = host.pin_memory()  # torch does not reuse its memory before the copy has ended
-        plan_and_lens = buffers.take("plan", packed.shape, torch.int32)
-        plan_and_lens.copy_(host, non_blocking=True)
-        self._plan, self.seq_lens = plan_and_lens, plan_and_lens[4]
-        self.max_seq_len = int(plan.seq_lens.max())
+        self._plan = host.to(device, non_blocking=True)
+        self.seq_lens, self.max_seq_len = self._plan[4], int(plan.seq_lens.max())
+        self._width = int(packed[1].max())
+        #: 0 before each layer; the kernels leave them so.
+        self._shares = torch.zeros(self._candidates, dtype=torch.int64, device=device)
+        self._done: Tensor | None = None
         self.split = None
-        self.table = buffers.take("table", (rows, block_table.shape[1]), torch.int32)[:, : int(packed[1].max())]
 
     def select(
         self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return what a layer reads; the next layer overwrites it.
+        """Return what a layer reads.
 
         Args:
             made: The layer's representatives.
@@ -530,13 +499,14 @@ class StepOnDevice:
         if query.stride()[1:] != (head_size, 1):
             query = query.contiguous()
         kernel = made.scoring_kernel(num_heads)
-        budget, rows, take = self._budget, self._rows, self._buffers.take
-        shares = take("shares", (self._candidates,), torch.int64)
-        scores = take("scores", (num_heads, self._candidates), torch.float32)
-        done = take("done", (rows, kernel.num_kv_heads), torch.int32)
+        budget, rows, shares, device = self._budget, self._rows, self._shares, query.device
+        scores = torch.empty((num_heads, self._candidates), dtype=torch.float32, device=device)
+        table = torch.empty((rows, self._width), dtype=torch.int32, device=device)
+        if self._done is None:
+            self._done = torch.zeros((rows, kernel.num_kv_heads), dtype=torch.int32, device=device)
         ends = budget.sinks, budget.recent
         kernel.function[rows, kernel.num_kv_heads, -(-self._most // kernels.CHUNK.value)](
-            *(query, *kernel.tensors, self._source, self._plan, scores, shares, done),
+            *(query, *kernel.tensors, self._source, self._plan, scores, shares, self._done),
             *(rows, *ends, made.num_blocks, self._candidates),
             *(query.stride(0), self._source.stride(0), head_size**-0.5),
             **kernel.constants,
@@ -545,22 +515,18 @@ class StepOnDevice:
         if summed is not shares:
             shares.copy_(summed)
         kernels.choose[rows,](
-            *(self._source, self._plan, shares, self.table, rows, *ends, self._source.stride(0), self.table.stride(0))
+            *(self._source, self._plan, shares, table, rows, *ends, self._source.stride(0), table.stride(0))
         )
-        return self.table, self.seq_lens
+        return table, self.seq_lens
 
 
-def step_tables(
-    plan: SelectionPlan, block_table: Tensor, buffers: DeviceBuffers | None
-) -> RestrictedTables | StepOnDevice:
+def step_tables(plan: SelectionPlan, block_table: Tensor) -> RestrictedTables | StepOnDevice:
     """Return the tables of a step, from kernels where these serve it.
 
     Args:
         plan: The plan.
         block_table: See `RestrictedTables`.
-        buffers: From `buffers_for`.
     """
     size = plan.budget.block_size
-    if buffers is None or plan.top_p is not None or not plan.pieces.whole or size & (size - 1):
-        return RestrictedTables(plan, block_table)
-    return StepOnDevice(plan, block_table, buffers)
+    served = plan.top_p is None and plan.pieces.whole and not size & (size - 1) and kernels_serve(block_table.device)
+    return StepOnDevice(plan, block_table) if served else RestrictedTables(plan, block_table)

@@ -27,12 +27,11 @@ from ucm.sparse.topk import kernels
 from ucm.sparse.topk.codes import KeyCodes, turn
 from ucm.sparse.topk.selection import (
     BlockBudget,
-    DeviceBuffers,
     RestrictedTables,
     SelectionPlan,
     SelectionPlanner,
     StepOnDevice,
-    buffers_for,
+    kernels_serve,
     step_tables,
 )
 
@@ -72,7 +71,6 @@ class Case:
         tokens = int(self.step.num_new_tokens.sum())
         # A part of what a layer computes, as vLLM gives it.
         self.query = torch.randn((tokens, self.heads + 3, head), generator=source).to(dtype)[:, : self.heads]
-        self.buffers = DeviceBuffers(torch.device("cpu"))
 
     def made(self, heads: slice = slice(None)) -> KeyCodes:
         made = KeyCodes(self.num_blocks, self.keys[:1, :, heads])
@@ -104,7 +102,7 @@ CASES = [
 def test_kernels_choose_what_torch_chooses(given: Any) -> None:
     case = Case(*given)
     made = case.made()
-    chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0]
+    chosen = StepOnDevice(case.plan, case.table).select(made, case.query, alone)[0]
     wanted = RestrictedTables(case.plan, case.table).select(made, case.query, alone)[0]
     assert case.rows_of(chosen) == case.rows_of(wanted)
 
@@ -145,12 +143,11 @@ def test_kernels_make_what_torch_makes(given: Any, layout: str) -> None:
 
 
 def test_with_keys_that_are_no_numbers_a_request_reads_its_own_blocks() -> None:
-    """With one head, whose shares are then all NaN; the buffers hold what an earlier step left."""
+    """With one head, whose shares are then all NaN."""
     case = Case(3, 16, 1, 64)
     case.keys[:, 0, 0, 0] = float("nan")
-    case.buffers.take("table", (len(case.plan.seq_lens), case.table.shape[1]), torch.int32).fill_(10_000)
     made, query = case.made(slice(1)), case.query[:, :1]
-    chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, query, alone)[0]
+    chosen = StepOnDevice(case.plan, case.table).select(made, query, alone)[0]
     wanted = RestrictedTables(case.plan, case.table).select(made, query, alone)[0]
     assert case.rows_of(chosen) == case.rows_of(wanted)
 
@@ -159,7 +156,7 @@ def test_with_keys_that_are_no_numbers_a_request_reads_its_own_blocks() -> None:
 def test_from_the_same_shares_exactly_the_same_is_chosen(seed: int) -> None:
     """Few different shares, so there are many ties, and shares of the size that many heads have."""
     case = Case(seed, 16, 1, 64)
-    tables = StepOnDevice(case.plan, case.table, case.buffers)
+    tables = StepOnDevice(case.plan, case.table)
     torch_tables = RestrictedTables(case.plan, case.table)
     counts = case.plan.blocks - 3
     source = torch.Generator().manual_seed(seed)
@@ -180,7 +177,7 @@ def test_more_candidates_than_a_program_looks_at_once() -> None:
     made = KeyCodes(blocks, keys[:1])
     made.put(torch.arange(blocks), keys)
     table, query = torch.randperm(blocks, generator=source).int()[None], torch.randn((1, 2, 16), generator=source)
-    chosen = StepOnDevice(plan, table, DeviceBuffers(torch.device("cpu"))).select(made, query, alone)[0]
+    chosen = StepOnDevice(plan, table).select(made, query, alone)[0]
     assert chosen.tolist() == RestrictedTables(plan, table).select(made, query, alone)[0].tolist()
 
 
@@ -194,47 +191,48 @@ def test_the_sum_over_ranks_is_what_one_rank_finds() -> None:
         return counts
 
     for heads, made in ((slice(0, 4), slice(None)), (slice(0, 2), slice(0, 1)), (slice(2, 4), slice(1, 2))):
-        tables = StepOnDevice(case.plan, case.table, DeviceBuffers(torch.device("cpu")))
+        tables = StepOnDevice(case.plan, case.table)
         tables.select(case.made(made), case.query[:, heads], keep)
     whole, first, second = found
     assert torch.equal(whole, first + second)
     assert whole.any()
 
 
-def test_buffers_are_used_again_and_clean() -> None:
-    case, other = Case(0, 16, 1, 64), Case(7, 16, 1, 64)
-    made, found = case.made(), []
-    for _ in range(2):  # the second layer finds what the first one left
-        found.append(StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0].clone())
-        StepOnDevice(other.plan, other.table, case.buffers).select(other.made(), other.query, alone)
-    assert case.rows_of(found[0]) == case.rows_of(found[1])
-    for name in ("shares", "done"):
-        assert not case.buffers._kept[name].any()
+def test_a_layer_finds_nothing_of_the_one_before() -> None:
+    case = Case(0, 16, 1, 64)
+    tables, made = StepOnDevice(case.plan, case.table), case.made()
+    first, second = (tables.select(made, case.query, alone)[0] for _ in range(2))
+    assert case.rows_of(first) == case.rows_of(second)
+    assert tables._done is not None
+    assert not tables._done.any()
+    assert not tables._shares.any()
 
 
-def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
+def test_what_the_kernels_do_not_serve_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = SelectionPlanner(BlockBudget(4, 1, 2, 5)).plan(step(("a", 30, 1, 8)), set())
     again = SelectionPlanner(BlockBudget(4, 1, 2, 5)).plan(step(("a", 28, 4, 8)), set())
     odd = SelectionPlanner(BlockBudget(6, 1, 2, 5)).plan(step(("a", 60, 1, 8)), set())
     assert plan is not None
     assert again is not None
     assert odd is not None
-    table, buffers = torch.arange(20, dtype=torch.int32)[None], DeviceBuffers(torch.device("cpu"))
-    assert isinstance(step_tables(plan, table, buffers), StepOnDevice)
+    table = torch.arange(20, dtype=torch.int32)[None]
+    assert isinstance(step_tables(plan, table), StepOnDevice)
     some = SelectionPlanner(BlockBudget(4, 1, 2, 5, top_p=0.9)).plan(step(("a", 30, 1, 8)), set())
     assert some is not None
-    for of, given in ((again, buffers), (odd, buffers), (some, buffers), (plan, None)):
-        assert isinstance(step_tables(of, table, given), RestrictedTables)
+    for of in (again, odd, some):
+        assert isinstance(step_tables(of, table), RestrictedTables)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert isinstance(step_tables(plan, table), RestrictedTables)
 
 
 def test_a_cpu_has_kernels_only_to_interpret_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert buffers_for(torch.device("cpu")) is not None
+    assert kernels_serve(torch.device("cpu"))
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert buffers_for(torch.device("cpu")) is None
+    assert not kernels_serve(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert buffers_for(torch.device("cuda")) is not None
+    assert kernels_serve(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert buffers_for(torch.device("cuda")) is None
+    assert not kernels_serve(torch.device("cuda"))
 
 
 #: Operations of torch that launch nothing: they make views, allocate, or ask for sizes.
@@ -327,7 +325,7 @@ def test_a_first_sparse_step_has_at_most_four_launches_per_layer(
 ) -> None:
     """A layer makes the summaries of all blocks of all requests in one launch, also in the engine's first such step.
 
-    The step has a constant more, whatever the number of layers and requests: the buffers, the plan, and which blocks.
+    The step has a constant more, whatever the number of layers and requests: the plan, its memory, and which blocks.
     Following steps have one launch less per layer, unless they complete blocks or get candidates.
     """
     made, kv = method(), cache()
