@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.base import Role
-    from ucm.sparse.topk.selection import RestrictedTables, SelectionPlan, SelectionPlanner, StepOnDevice
+    from ucm.sparse.topk.selection import RestrictedTables, SelectionPlan, SelectionPlanner
 
 #: vLLM's kind of proposers that are loaded by their class, and ours.
 CUSTOM, DRAFTER = "custom_class", "ucm.integration.vllm.drafter.SparseDrafter"
@@ -78,7 +78,7 @@ class Chosen:
     """
 
     plan: SelectionPlan
-    tables: RestrictedTables | StepOnDevice
+    tables: RestrictedTables
     by_layer: dict[str, Tensor]
     lens: Tensor
 

@@ -31,17 +31,15 @@ from ucm.sparse.base import Role, SparseMethod, not_asked, require_hooks
 from ucm.sparse.blocks import NEEDED, keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
-from ucm.sparse.topk.codes import KeyCodes, power_of_two
+from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
     BlockBudget,
     MissingBlocks,
+    RestrictedTables,
     SelectionPlan,
     SelectionPlanner,
-    StepOnDevice,
     dense_tokens,
-    kernels_serve,
-    step_tables,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.selection import RestrictedTables
 
 #: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
 #: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
@@ -94,9 +91,9 @@ class BlockTopK(SparseMethod):
     lengths.
 
     Attributes:
-        counts: ``steps`` and ``rows`` that were restricted, ``kernel_steps`` in which Triton's kernels chose,
-            ``blocks_read`` and ``blocks_held`` of these rows in each restricted layer, ``representatives`` made,
-            ``failures``, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.
+        counts: ``steps`` and ``rows`` that were restricted, ``blocks_read`` and ``blocks_held`` of these rows in each
+            restricted layer, ``representatives`` made, ``failures``, and ``requests_<outcome>``; see
+            `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on selection.
 
     Raises:
@@ -127,7 +124,7 @@ class BlockTopK(SparseMethod):
         self._representatives: dict[str, KeyCodes] = {}
         self._batch: StepBatch | None = None
         self._plan: SelectionPlan | None = None
-        self._tables: tuple[Any, RestrictedTables | StepOnDevice] | None = None
+        self._tables: tuple[Any, RestrictedTables] | None = None
         self._missing: MissingBlocks | None = None
         #: A layer's metadata, and the ids of the missing blocks.
         self._missing_ids: tuple[Any, Tensor] | None = None
@@ -356,7 +353,6 @@ class BlockTopK(SparseMethod):
             plan is None or self._tables is None
         ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline
             return
-        self.counts["kernel_steps"] += isinstance(self._tables[1], StepOnDevice)
         self._tables = None
         self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)
@@ -388,8 +384,7 @@ class BlockTopK(SparseMethod):
             f"{counts['representatives']} representatives made, "
             f"{counts['requests_failed'] + counts['requests_out_of_memory']} requests dense after "
             f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
-            f"{counts['requests_refused']} whose options could not be honoured; Triton's kernels chose in "
-            f"{counts['kernel_steps']} steps; {self._samples.summary()}"
+            f"{counts['requests_refused']} whose options could not be honoured; {self._samples.summary()}"
         )
 
     def _settle(self) -> int:
@@ -426,7 +421,7 @@ class BlockTopK(SparseMethod):
     ) -> tuple[Tensor, Tensor]:
         """Return the block table and the lengths that a layer reads, by queries as they are scored."""
         if self._tables is None or self._tables[0] is not attn_metadata:
-            self._tables = attn_metadata, step_tables(plan, self.attention.block_table(attn_metadata))
+            self._tables = attn_metadata, RestrictedTables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
         made = self._representatives_of(layer_name, kv_cache)
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
@@ -480,11 +475,7 @@ class BlockTopK(SparseMethod):
         if self._missing_ids is None or self._missing_ids[0] is not attn_metadata:
             self._missing_ids = attn_metadata, missing.ids(self.attention.block_table(attn_metadata))
         block_ids, made = self._missing_ids[1], self._representatives_of(layer_name, kv_cache)
-        keys = self._keys_for_kernels(layer_name, kv_cache, block_ids.device)
-        if keys is None:
-            made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
-        else:
-            made.update_in_place(block_ids, keys)
+        made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
         self.counts["representatives"] += len(block_ids)
 
     def _representatives_of(self, layer_name: str, kv_cache: Tensor) -> KeyCodes:
@@ -493,20 +484,11 @@ class BlockTopK(SparseMethod):
         if found is None:
             import torch  # noqa: PLC0415 - vLLM brings it
 
-            device = kv_cache[0].device  # of one tensor, or of one for keys and one for values
-            keys = self._keys_for_kernels(layer_name, kv_cache, device)
-            if keys is None:
-                keys = self.attention.read_keys(layer_name, kv_cache, torch.zeros(1, dtype=torch.int64, device=device))
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            keys = self.attention.read_keys(layer_name, kv_cache, any_block)
             num_blocks = self.attention.num_blocks(layer_name, kv_cache)
-            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys[:1])
+            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys)
         return found
-
-    def _keys_for_kernels(self, layer_name: str, kv_cache: Tensor, device: Any) -> Tensor | None:
-        """Return all keys of a cache if a kernel can make representatives from them."""
-        if not kernels_serve(device):
-            return None
-        keys = self.attention.keys_in_place(layer_name, kv_cache)
-        return keys if keys is not None and power_of_two(keys.shape[1]) == keys.shape[1] else None
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:

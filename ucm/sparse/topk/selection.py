@@ -1,25 +1,13 @@
-"""Choose the blocks that a step reads: how many, on the host by lengths; which ones, on the device by scores.
-
-`RestrictedTables` chooses with torch's operations. `StepOnDevice` does with Triton kernels: per layer two launches,
-whatever the number of requests. It serves steps in which each request is one row, the decode steps of all requests with
-the chunks of prompts beside them. Steps that compute several generated tokens of a request again, after a preemption,
-use `RestrictedTables` on every device, as do steps with a top-p, block sizes that are not a power of two, and devices
-other than NVIDIA's and AMD's. On a CPU, `RestrictedTables` is faster; there the kernels run only in Triton's
-interpreter. The kernels have been compiled for GPUs, but not run on one.
-"""
+"""Choose the blocks that a step reads: how many, on the host by lengths; which ones, on the device by scores."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucm.errors import SparseMethodError
-from ucm.logger import get_logger
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.topk.ranking import ranked
 
@@ -32,9 +20,6 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.topk.codes import KeyCodes
-
-#: Triton's variable that interprets kernels, on any device.
-INTERPRET = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True)
@@ -424,109 +409,3 @@ def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
     needed = (shares.sum(-1, keepdim=True).double() * top_p).masked_fill(top_p >= 1, float("inf"))
     held = shares.gather(-1, best).cumsum(-1)
     return (held.double() < needed).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1) + 1
-
-
-def kernels_serve(device: Any) -> bool:
-    """Return whether the kernels run on a device: they need more shared memory than NVIDIA's 7.x have."""
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    if os.environ.get(INTERPRET) == "1":
-        return True
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Return whether Triton is installed; log once if it is not."""
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
-        get_logger(__name__).warning(
-            "[UCM.Sparse] blocks are selected with about 15 launches per layer instead of two, without Triton"
-        )
-    return found
-
-
-class StepOnDevice:
-    """The block tables of a plan, written by kernels.
-
-    Args:
-        plan: The plan; each of its pieces is a whole row.
-        block_table: See `RestrictedTables`.
-    """
-
-    def __init__(self, plan: SelectionPlan, block_table: Tensor) -> None:
-        import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-        rows, device = len(plan.seq_lens), block_table.device
-        self._budget, self._source, self._rows = plan.budget, block_table, rows
-        counts = plan.blocks - plan.budget.sinks - plan.budget.recent
-        self._most, self._candidates = int(counts.max()), int(counts.sum())
-        packed = np.zeros((5, rows), np.int32)
-        size = plan.budget.block_size
-        packed[0] = packed[1] = -(-plan.seq_lens // size)
-        packed[0, plan.rows], packed[1, plan.rows], packed[2, plan.rows] = plan.blocks, plan.totals, plan.tokens
-        packed[3, plan.rows] = counts.cumsum() - counts
-        packed[4] = plan.seq_lens
-        host = torch.from_numpy(packed)
-        if device.type == "cuda":
-            host = host.pin_memory()  # torch does not reuse its memory before the copy has ended
-        self._plan = host.to(device, non_blocking=True)
-        self.seq_lens, self.max_seq_len = self._plan[4], int(plan.seq_lens.max())
-        self._width = int(packed[1].max())
-        #: 0 before each layer; the kernels leave them so.
-        self._shares = torch.zeros(self._candidates, dtype=torch.int64, device=device)
-        self._done: Tensor | None = None
-        self.split = None
-
-    def select(
-        self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return what a layer reads.
-
-        Args:
-            made: The layer's representatives.
-            query: ``[num_tokens, num_heads, head_size]``: the queries of the step.
-            sum_over_ranks: See `AttentionView.sum_over_ranks`.
-
-        Returns:
-            The block table, ``[rows, blocks]``, int32, and `seq_lens`; see `RestrictedTables.choose`.
-        """
-        import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
-
-        num_heads, head_size = query.shape[1:]
-        if query.stride()[1:] != (head_size, 1):
-            query = query.contiguous()
-        kernel = made.scoring_kernel(num_heads)
-        budget, rows, shares, device = self._budget, self._rows, self._shares, query.device
-        scores = torch.empty((num_heads, self._candidates), dtype=torch.float32, device=device)
-        table = torch.empty((rows, self._width), dtype=torch.int32, device=device)
-        if self._done is None:
-            self._done = torch.zeros((rows, kernel.num_kv_heads), dtype=torch.int32, device=device)
-        ends = budget.sinks, budget.recent
-        kernel.function[rows, kernel.num_kv_heads, -(-self._most // kernels.CHUNK.value)](
-            *(query, *kernel.tensors, self._source, self._plan, scores, shares, self._done),
-            *(rows, *ends, made.num_blocks, self._candidates),
-            *(query.stride(0), self._source.stride(0), head_size**-0.5),
-            **kernel.constants,
-        )
-        summed = sum_over_ranks(shares)
-        if summed is not shares:
-            shares.copy_(summed)
-        kernels.choose[rows,](
-            *(self._source, self._plan, shares, table, rows, *ends, self._source.stride(0), table.stride(0))
-        )
-        return table, self.seq_lens
-
-
-def step_tables(plan: SelectionPlan, block_table: Tensor) -> RestrictedTables | StepOnDevice:
-    """Return the tables of a step, from kernels where these serve it.
-
-    Args:
-        plan: The plan.
-        block_table: See `RestrictedTables`.
-    """
-    size = plan.budget.block_size
-    served = plan.top_p is None and plan.pieces.whole and not size & (size - 1) and kernels_serve(block_table.device)
-    return StepOnDevice(plan, block_table) if served else RestrictedTables(plan, block_table)
