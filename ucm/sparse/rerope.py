@@ -31,7 +31,7 @@ from ucm.sparse.base import SparseMethod, not_asked, require_hooks
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
-from ucm.sparse.window_kernel import SLOWLY, Queries, Shape, Turning, by_tile, window_kernel
+from ucm.sparse.window_kernel import SLOWLY, Queries, by_tile, window_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ucm.rotary import Rotary
     from ucm.sparse.attention import HeadLayout, PartsView, StepBatch
     from ucm.sparse.base import Role
-    from ucm.sparse.window_kernel import WindowKernel
+    from ucm.sparse.window_kernel import Attend
 
 #: The most queries of a request in a step for which a kernel, where there is one, reads keys for each query. For so
 #: many torch, which rotates keys once for all queries, takes about as long.
@@ -118,9 +118,10 @@ class BeyondWindow:
         starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
         return self.positions + starts[self.pieces.rows].repeat(self._lengths)
 
-    def queries(self, block_size: int) -> Queries:
+    def queries(self, block_size: int, turning: Tensor, growth: Tensor) -> Queries:
         """Return the tokens in the form that a CPU kernel takes."""
-        return Queries.of(self.pieces.rows.repeat(self._lengths), self.places, self.positions, block_size)
+        rows = self.pieces.rows.repeat(self._lengths)
+        return Queries.of(rows, self.places, self.positions, block_size, turning, growth)
 
     def on(self, device: Any) -> tuple[Tensor, Tensor]:
         """Return `places` and `positions` on the attention's device."""
@@ -244,9 +245,9 @@ class ReRoPE(SparseMethod):
         self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
-        self._turned: dict[Rotary, tuple[Queries, Turning]] = {}
+        self._turned: dict[Rotary, Queries] = {}
         #: By layer; None where torch computes what lies beyond the window.
-        self._kernels: dict[str, tuple[WindowKernel, HeadLayout] | None] = {}
+        self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
     @classmethod
     def advice(cls, options: Mapping[str, Any]) -> list[str]:
@@ -310,8 +311,8 @@ class ReRoPE(SparseMethod):
             few, rest = self._step.divided
             if len(few):
                 kernel, layout = compiled
-                queries, turning = self._for_kernel(few, self.attention.rotary(layer_name), layout.block_size)
-                kernel.attend(query, kv_cache, table, by_head, queries, turning, layout.scale, self._options.window)
+                queries, of_keys = self._for_kernel(few, self.attention.rotary(layer_name), layout.block_size)
+                kernel(query, kv_cache, table, by_head, queries, of_keys, layout.scale, self._options.window)
         if len(rest):
             places, _ = rest.on(query.device)
             by_head[places] = self._attention(rest, layer_name, query[places], kv_cache, table).to(output.dtype)
@@ -409,22 +410,21 @@ class ReRoPE(SparseMethod):
         outputs, sums = zip(*found, strict=True)
         return Merged(torch.cat(outputs), torch.cat(sums))
 
-    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[WindowKernel, HeadLayout] | None:
+    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[Attend, HeadLayout] | None:
         """What is compiled for a layer, where it is on a CPU."""
         if layer_name not in self._kernels:
             layout, rotary = self.attention.head_layout(layer_name, kv_cache), self.attention.rotary(layer_name)
             self._kernels[layer_name] = None
             if layout is not None:
-                shape = Shape(layout, rotary.frequencies.numel(), rotary.neox)
-                began = time.perf_counter()
-                kernel = for_engine(SLOWLY, lambda: window_kernel(shape))
+                began, pairs = time.perf_counter(), rotary.frequencies.numel()
+                kernel = for_engine(SLOWLY, lambda: window_kernel(layout, pairs, neox=rotary.neox))
                 self._kernels[layer_name] = None if kernel is None else (kernel, layout)
                 if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
                     get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
         return self._kernels[layer_name]
 
-    def _for_kernel(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> tuple[Queries, Turning]:
-        """Return a step's tokens and their rotation factors for a kernel, the same in all layers."""
+    def _for_kernel(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> tuple[Queries, Tensor]:
+        """Return a step's tokens, and the rotation factors of keys, for a kernel: the same in all layers."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         if rotary not in self._turned:
@@ -432,13 +432,10 @@ class ReRoPE(SparseMethod):
                 self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, block_size))
             positions = torch.from_numpy(step.positions)
             grown = self._grown(positions)
-            turning = Turning(
-                self._tiles[rotary],
-                torch.stack(rotary.factors(positions, self._far_from(positions)), 1),
-                torch.ones(len(positions)) if grown is None else grown,
-            )
-            self._turned[rotary] = step.queries(block_size), turning
-        return self._turned[rotary]
+            turning = torch.stack(rotary.factors(positions, self._far_from(positions)), 1)
+            growth = torch.ones(len(positions)) if grown is None else grown
+            self._turned[rotary] = step.queries(block_size, turning, growth)
+        return self._turned[rotary], self._tiles[rotary]
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import HeadLayout
-    from ucm.sparse.compiled import Run, Threads
+    from ucm.sparse.compiled import Threads
+
+    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Queries", Tensor, float, int], None]
 
 #: The operation that is slow without the kernel, for the log.
 SLOWLY = "attention beyond the window is computed"
@@ -37,21 +39,6 @@ PART = 512
 ROWS = 8
 #: Less than any score, but finite, so that differences are finite, too.
 LOWEST = -1e30
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The parameters for which a kernel is compiled.
-
-    Attributes:
-        layout: The cache's layout.
-        turned: The number of rotated pairs per head.
-        neox: Whether a pair has one number of each half (NeoX), or else two neighbours (GPT-J).
-    """
-
-    layout: HeadLayout
-    turned: int
-    neox: bool
 
 
 @dataclass(frozen=True)
@@ -117,22 +104,31 @@ class _Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Queries that see keys before their window; both tensors are int64.
+    """Queries that see keys before their window.
 
     Attributes:
-        given: ``[n + 1, 4]``: the row in the step, the index among the step's tokens, the position, and the first part;
-            of the last line only the part counts.
-        parts: ``[parts, 3]``: the query, the first block, and the block after the last.
+        given: ``[n + 1, 4]``, int64: the row in the step, the index among the step's tokens, the position, and the
+            first part; of the last line only the part counts.
+        parts: ``[parts, 3]``, int64: the query, the first block, and the block after the last.
+        turning: ``[n, 2, pairs]``, float32: the rotation factors beyond their windows, real and imaginary parts.
+        growth: ``[n]``, float32: the factors of each query's scores, besides their scale.
     """
 
     given: Tensor
     parts: Tensor
+    turning: Tensor
+    growth: Tensor
 
     @classmethod
     def of(
-        cls, rows: NDArray[np.int64], places: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
+        cls,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        block_size: int,
+        *of_queries: Tensor,
     ) -> Queries:
-        """Divide the keys of queries into parts; all arrays are ``[n]``, see `given`."""
+        """Divide the keys of queries into parts; all arrays are ``[n]``, see `given`; then `turning` and `growth`."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         step = max(1, PART // block_size)
@@ -145,17 +141,17 @@ class Queries:
         owners = np.arange(len(rows)).repeat(counts)
         begins = (np.arange(ends[-1]) - given[owners, 3]) * step
         parts = np.stack((owners, begins, np.minimum(begins + step, blocks[owners])), 1)
-        return cls(torch.from_numpy(given), torch.from_numpy(parts))
+        return cls(torch.from_numpy(given), torch.from_numpy(parts), *of_queries)
 
 
 class Given(NamedTuple):
     """The arguments of a kernel: tensors, passed by address, and integers.
 
     Attributes:
-        query: See `WindowKernel.attend`, also for ``output``, ``cache`` and ``table``.
+        query: See `window_kernel`, also for ``output``, ``cache`` and ``table``.
         given: See `Queries`, also for ``parts``.
-        of_keys: See `Turning`, also for ``of_queries``.
-        growth: ``[num_queries]``, float32: the factors of scores.
+        of_keys: See `by_tile`.
+        of_queries: ``turning`` of `Queries`; ``growth`` there times the scale.
         queries: ``[2, num_queries, num_heads, head_size]``, float32, output: scaled queries, plain and rotated.
         sums: ``[parts, num_heads, head_size]``, float32, output: each part's sums of values.
         softmax: ``[parts, num_heads, 2]``, float32, output: each part's maximum score and sum.
@@ -194,102 +190,78 @@ class Given(NamedTuple):
     window: Any
 
 
-@dataclass(frozen=True, eq=False)
-class Turning:
-    """The rotation factors of queries and keys; all tensors are float32 and contiguous.
-
-    Attributes:
-        of_keys: ``[positions / LANES, pairs, 2, LANES]``: real and imaginary parts for each position; see `by_tile`.
-        of_queries: ``[n, 2, pairs]``: the same for the queries beyond their windows.
-        growth: ``[n]``: the factors of each query's scores, besides their scale.
-    """
-
-    of_keys: Tensor
-    of_queries: Tensor
-    growth: Tensor
-
-
 def by_tile(factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Rearrange factors ``[positions, pairs]`` for vectors; the number of positions is a multiple of `LANES`."""
+    """Rearrange factors ``[positions, pairs]`` for vectors: ``[positions / LANES, pairs, 2, LANES]``, contiguous."""
     import torch  # noqa: PLC0415 - vLLM brings it
 
     return torch.stack([of.view(-1, LANES, of.shape[1]).transpose(1, 2) for of in factors], 2).contiguous()
 
 
-class WindowKernel:
-    """A kernel for a kind of layer.
+@functools.cache
+def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | None:
+    """Compile the kernel for a kind of layer, which takes some seconds.
 
     Args:
-        shape: The layer's parameters.
-        tiles: The reading of its blocks.
-        run: The compiled function.
+        layout: The cache's layout.
+        pairs: The number of rotated pairs per head.
+        neox: Whether a pair has one number of each half (NeoX), or else two neighbours (GPT-J).
+
+    Returns:
+        ``attend(query, kv_cache, table, output, queries, of_keys, scale, window)``, or None if that is impossible. It
+        writes the attention of some queries; its arguments are:
+
+        - ``query``: ``[num_tokens, num_heads, head_size]``, of the cache's dtype, as vLLM has rotated it
+        - ``kv_cache``: the layer's cache
+        - ``table``: ``[num_reqs, max_blocks]``, int32: the step's block table
+        - ``output``: like ``query``; the rows of other tokens are not written
+        - ``queries``: the queries and the blocks that they read
+        - ``of_keys``: the rotation factors of keys; see `by_tile`
+        - ``scale``: the scale of the layer's scores
+        - ``window``: the number of keys that a query sees at their true distances, including its own
     """
+    tiles = _Tiles.of(layout)
+    if tiles is None:
+        return None
+    run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, layout, pairs, neox, tiles, threads))
+    if run is None:
+        return None
+    import torch  # noqa: PLC0415 - vLLM brings it
 
-    def __init__(self, shape: Shape, tiles: _Tiles, run: Run) -> None:
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        self._shape, self._run = shape, run
-        places = tiles.key_vectors, tiles.key_channels, tiles.value_tokens, tiles.value_vectors
-        self._places: Sequence[Tensor] = [torch.from_numpy(np.ascontiguousarray(of)) for of in places]
+    places: Sequence[Tensor] = [
+        torch.from_numpy(np.ascontiguousarray(of))
+        for of in (tiles.key_vectors, tiles.key_channels, tiles.value_tokens, tiles.value_vectors)
+    ]
 
     def attend(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        table: Tensor,
-        output: Tensor,
-        queries: Queries,
-        turning: Turning,
-        scale: float,
-        window: int,
-    ) -> None:
-        """Write the attention of some queries.
-
-        Args:
-            query: ``[num_tokens, num_heads, head_size]``, of the cache's dtype, as vLLM has rotated it.
-            kv_cache: The layer's cache, of the layout that the kernel was compiled for.
-            table: ``[num_reqs, max_blocks]``, int32: the step's block table.
-            output: Like ``query``; the rows of other tokens are not written.
-            queries: The queries and the blocks that they read.
-            turning: Their rotation factors.
-            scale: The scale of the layer's scores.
-            window: The number of keys that a query sees at their true distances, including its own.
-        """
-        layout = self._shape.layout
+        query: Tensor, kv_cache: Tensor, table: Tensor, output: Tensor,
+        queries: Queries, of_keys: Tensor, scale: float, window: int,
+    ) -> None:  # fmt: skip
         table = table.int()
-        count, parts, row = len(turning.growth), len(queries.parts), layout.num_kv_heads * layout.group
-        scaled = query.new_empty((2, count, row, layout.head_size), dtype=turning.growth.dtype)
+        count, parts, row = len(queries.growth), len(queries.parts), layout.num_kv_heads * layout.group
+        scaled = query.new_empty((2, count, row, layout.head_size), dtype=queries.growth.dtype)
         sums = scaled.new_empty((parts, row, layout.head_size))
         softmax = scaled.new_empty((parts, row, 2))
-        key_vectors, key_channels, value_tokens, value_vectors = self._places
-        self._run(
+        key_vectors, key_channels, value_tokens, value_vectors = places
+        run(
             *Given(
-                query, output, kv_cache, table, queries.given, queries.parts, turning.of_keys, turning.of_queries,
-                turning.growth * scale, scaled, sums, softmax, key_vectors, key_channels, value_tokens, value_vectors,
+                query, output, kv_cache, table, queries.given, queries.parts, of_keys, queries.turning,
+                queries.growth * scale, scaled, sums, softmax, key_vectors, key_channels, value_tokens, value_vectors,
                 query.stride(0), output.stride(0), table.stride(0), parts, count,
                 layout.num_kv_heads, layout.block, layout.head, window,
             )
         )  # fmt: skip
 
-
-@functools.cache
-def window_kernel(shape: Shape) -> WindowKernel | None:
-    """Compile the kernel for a kind of layer, which takes some seconds; return None if that is impossible."""
-    tiles = _Tiles.of(shape.layout)
-    if tiles is None:
-        return None
-    run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, shape, tiles, threads))
-    return None if run is None else WindowKernel(shape, tiles, run)
+    return attend
 
 
 def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be handed to each other
-    numba: Any, shape: Shape, tiles: _Tiles, threads: Threads
+    numba: Any, layout: HeadLayout, pairs: int, neox: bool, tiles: _Tiles, threads: Threads
 ) -> Callable[[Any], None]:
     """Return the function of one thread, for numba to compile: all names in it are local or constants.
 
     A row is one head of a query; the rows of heads that share keys are contiguous.
     """
-    of = Lanes(half=shape.layout.half)
+    of = Lanes(half=layout.half)
     load, store, whole, number, stored, keep, put = (
         *(of.load, of.store, of.whole, of.number),
         *(of.stored, of.keep, of.put),
@@ -299,9 +271,8 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     carray, thread, count, wait = numba.carray, threads.own, threads.count, threads.wait
     at, count_given = address_as_pointer(numba), len(Given._fields)
     to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
-    layout, pairs = shape.layout, shape.turned
     size, head_size, group = layout.block_size, layout.head_size, layout.group
-    neox, width, vectors = shape.neox, 2 if shape.layout.half else 4, tiles.vectors
+    width, vectors = 2 if layout.half else 4, tiles.vectors
     lowest, nothing, full, log2e = np.float32(LOWEST), np.float32(0), np.float32(1), np.float32(1 / math.log(2))
     tile, vector, row_bytes = LANES * vectors, 4 * LANES, 4 * head_size
     tile_bytes, factor_bytes = vector * vectors, 2 * vector * pairs

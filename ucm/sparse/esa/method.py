@@ -43,8 +43,7 @@ from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach, tell_loss
 from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, reading
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
-from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.ranking import ranked
+from ucm.sparse.topk.codes import KeyCodes, ranked
 from ucm.store.config import default_offload_directory
 from ucm.store.factory import open_store, opens_within
 

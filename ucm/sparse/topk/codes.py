@@ -39,7 +39,6 @@ import numpy as np
 
 from ucm.logger import get_logger
 from ucm.sparse.compiled import LANES, Lanes, compile_kernel, for_engine
-from ucm.sparse.topk.ranking import shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +60,10 @@ AT_ONCE_ON_DEVICE = 1 << 23
 SCORED_AT_ONCE = 1 << 27
 #: The bits of codes to unpack at once, without a compiled kernel.
 UNPACKED_AT_ONCE = 1 << 26
+#: Shares are integers in units of ``1 / WHOLE``, so their sums are the same in any order and over any ranks.
+WHOLE = 1 << 33
+#: The number of blocks of a request that `ranked` can distinguish; with `WHOLE` it leaves room for 512 heads.
+PLACES = 1 << 20
 
 
 class KeyCodes:
@@ -149,7 +152,7 @@ class KeyCodes:
             hidden: ``[rows, blocks]``: entries that are padding; None if there are none.
 
         Returns:
-            ``[rows, blocks]``, int64; see `ucm.sparse.topk.ranking.shares`.
+            ``[rows, blocks]``, int64; see `shares_of`.
         """
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -157,7 +160,7 @@ class KeyCodes:
         at_once = max(1, SCORED_AT_ONCE // ((heads * head_size + query.shape[1]) * block_ids.shape[1]))
         parts = [slice(begin, begin + at_once) for begin in range(0, len(query), at_once)]
         found = [
-            shares(self.scores(query[rows], block_ids[rows]), None if hidden is None else hidden[rows])
+            shares_of(self.scores(query[rows], block_ids[rows]), None if hidden is None else hidden[rows])
             for rows in parts
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -198,6 +201,45 @@ class KeyCodes:
             of_means = wanted @ self._means[:, ids].float().transpose(-1, -2)
             found.append(estimated.unflatten(-1, (-1, size)).logsumexp(-1) + of_means)
         return torch.cat(found, -1)
+
+
+def shares_of(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return the estimated share of attention that all heads of a row together give to each block.
+
+    It is the sum over heads of a softmax per head, so a head that attends to one block counts as much as a head that
+    attends to all. A sum of the scores themselves would lose the former: with 32 heads, one of which attends to one
+    block of 128, the ten best blocks contained that block in 57 % of trials with the softmax and in 23 % without, and
+    no mixture of heads was worse with it (synthetic keys and queries).
+
+    Args:
+        scores: ``[num_kv_heads, rows, heads of a KV head, blocks]``, float32, with the attention's scale applied.
+        hidden: ``[rows, blocks]``: entries that are padding; None if there are none.
+
+    Returns:
+        ``[rows, blocks]``, int64, in units of ``1 / WHOLE``; the shares of heads on other ranks can be added.
+    """
+    import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+    if hidden is not None:
+        scores = scores.masked_fill(hidden[None, :, None], float("-inf"))
+    found = scores.softmax(-1) * WHOLE
+    return found.where(found >= 0, 0).to(torch.int64).sum((0, 2))  # NaN chooses nothing
+
+
+def ranked(shares: Tensor) -> Tensor:
+    """Make the shares of a row distinct: of equal shares, that of the later block becomes larger.
+
+    So the selection does not depend on other rows or on the device.
+
+    Args:
+        shares: ``[rows, blocks]``, int64, from `shares_of`, in the order of the blocks' positions.
+
+    Returns:
+        ``[rows, blocks]``, int64.
+    """
+    import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+    return shares * PLACES + torch.arange(shares.shape[-1], device=shares.device)
 
 
 def kernel_for(device: Any, block_size: int, head_size: int, words: int) -> Kernel | None:

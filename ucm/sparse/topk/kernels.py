@@ -33,8 +33,8 @@ def constants(group: int, head: int, words: int, size: int) -> dict[str, int]:
     tile = {"SIZE": size, "TILE": max(1, 128 // size), "num_warps": 8}
     sizes = {"GROUP": group, "HEAD": head, "WORDS": words, **tile}
     least = 16  # the least side of a tensor core's matrix
-    padded = {"GROUP_P": max(least, _power_of_two(group)), "HEAD_P": max(least, _power_of_two(head))}
-    return {**sizes, **padded, "WORDS_P": _power_of_two(words)}
+    padded = {"GROUP_P": max(least, triton.next_power_of_2(group)), "HEAD_P": max(least, triton.next_power_of_2(head))}
+    return {**sizes, **padded, "WORDS_P": triton.next_power_of_2(words)}
 
 
 def scores(codes: Tensor, scales: Tensor, means: Tensor, query: Tensor, turned: Tensor, block_ids: Tensor) -> Tensor:
@@ -48,11 +48,6 @@ def scores(codes: Tensor, scales: Tensor, means: Tensor, query: Tensor, turned: 
         **constants(group, head, words, size),
     )
     return found
-
-
-def _power_of_two(number: int) -> int:
-    """Return the least power of two that is not below a number."""
-    return 1 << (number - 1).bit_length()
 
 
 @triton.jit(do_not_specialize=("num_blocks", "blocks"))

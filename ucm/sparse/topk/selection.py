@@ -9,7 +9,7 @@ import numpy as np
 
 from ucm.errors import SparseMethodError
 from ucm.sparse.blocks import QueryPieces
-from ucm.sparse.topk.ranking import ranked
+from ucm.sparse.topk.codes import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -399,7 +399,7 @@ def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
     say how much the values behind it matter.
 
     Args:
-        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.ranking.shares`; 0 for padding.
+        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.codes.shares_of`; 0 for padding.
         best: ``[rows, n]``, int64: the indices of the best of them, in descending order.
         top_p: ``[rows, 1]``, float64: the share, above 0; 1 or more asks for all ``n``.
 

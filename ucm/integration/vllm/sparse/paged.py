@@ -238,8 +238,10 @@ def rows_of(
     extra = attn_metadata.seq_lens.shape[0] - seq_lens.shape[0]
     if extra <= 0:
         return block_table, seq_lens, {}
+    import torch  # noqa: PLC0415 - vLLM brings it
+
     rows = block_table.new_zeros((extra, block_table.shape[1]))
-    return _cat(block_table, rows), _cat(seq_lens, attn_metadata.seq_lens[-extra:]), {}
+    return torch.cat((block_table, rows)), torch.cat((seq_lens, attn_metadata.seq_lens[-extra:])), {}
 
 
 def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | None:
@@ -255,9 +257,3 @@ def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | Non
     if len(shape) == 4 and shape[1] == num_kv_heads and shape[3] == 2 * head_size:  # noqa: PLR2004
         return kv_cache.transpose(1, 2)[..., :head_size]
     return None
-
-
-def _cat(first: Tensor, second: Tensor) -> Tensor:
-    import torch  # noqa: PLC0415 - vLLM brings it
-
-    return torch.cat((first, second))

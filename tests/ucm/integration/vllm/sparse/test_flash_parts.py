@@ -133,7 +133,7 @@ def rotary(style: Style) -> Rotary:
     half = style.rotated // 2
     frequencies = 10_000.0 ** (-torch.arange(half) / half)
     angles = torch.arange(600)[:, None] * frequencies
-    return Rotary(torch.cat((angles.cos(), angles.sin()), -1), frequencies, style.neox)
+    return Rotary(torch.cat((angles.cos(), angles.sin()), -1), style.neox, frequencies)
 
 
 STEPS = [
