@@ -347,11 +347,10 @@ class ReRoPE(SparseMethod):
     def summary(self) -> str:
         """Return the counters so far, in one line."""
         counts = self.counts
-        kernel = "a compiled kernel" if None not in self._kernels.values() else "torch"
         return (
-            f"{self._name} put the attention of {counts['tokens']} tokens together, in {counts['rows']} rows of "
-            f"{counts['steps']} steps, from a window of {self._options.window} tokens and {counts['keys_turned']} keys "
-            f"turned in each layer, by {kernel}"
+            f"{self._name} put the attention of {counts['tokens']} tokens together, {counts['compiled']} of them by a "
+            f"compiled kernel, in {counts['rows']} rows of {counts['steps']} steps, from a window of "
+            f"{self._options.window} tokens and {counts['keys_turned']} keys turned in each layer"
         )
 
     def _spared(self, step: BeyondWindow, layer_name: str, attn_metadata: Any) -> Any:
