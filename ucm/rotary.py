@@ -48,37 +48,6 @@ def turned(values: Tensor, factors: tuple[Tensor, Tensor], *, neox: bool) -> Ten
 
 
 @dataclass(frozen=True, eq=False)
-class Rotary:
-    """A layer's rotary embedding, as vLLM applies it.
-
-    Attributes:
-        table: ``[positions, rotary_dim]``: cosines, and behind them sines, as vLLM multiplies with them.
-        frequencies: ``[rotary_dim / 2]``, float32: radians per position.
-        neox: Whether a pair is a number of the first half with one of the second, or else two neighbours (GPT-J).
-    """
-
-    table: Tensor
-    frequencies: Tensor
-    neox: bool
-
-    def factors(self, positions: Tensor, angles_at: Tensor) -> tuple[Tensor, Tensor]:
-        """What turns numbers that vLLM has rotated to where another position would have put them.
-
-        Args:
-            positions: ``[n]``, int64: where vLLM has put them.
-            angles_at: ``[n]``, or one, float32: where they shall be; a position that need not be whole.
-
-        Returns:
-            Real and imaginary parts, each ``[n, rotary_dim / 2]``, float32.
-        """
-        cosines, sines = self.table[positions].float().chunk(2, dim=-1)
-        length = cosines.square() + sines.square()
-        angles = angles_at.to(self.frequencies)[:, None] * self.frequencies
-        cosine, sine = angles.cos(), angles.sin()
-        return (cosine * cosines + sine * sines) / length, (sine * cosines - cosine * sines) / length
-
-
-@dataclass(frozen=True, eq=False)
 class Rotation:
     """The rotation of a layer's keys.
 
@@ -111,6 +80,33 @@ class Rotation:
     def _factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cosine, sine = self.table[positions].float().chunk(2, dim=-1)
         return cosine, sine
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary(Rotation):
+    """A plain rotation, whose angles are multiples of the position.
+
+    Attributes:
+        frequencies: ``[rotary_dim / 2]``, float32: radians per position.
+    """
+
+    frequencies: Tensor
+
+    def factors(self, positions: Tensor, angles_at: Tensor) -> tuple[Tensor, Tensor]:
+        """What turns numbers that vLLM has rotated to where another position would have put them.
+
+        Args:
+            positions: ``[n]``, int64: where vLLM has put them.
+            angles_at: ``[n]``, or one, float32: where they shall be; a position that need not be whole.
+
+        Returns:
+            Real and imaginary parts, each ``[n, rotary_dim / 2]``, float32.
+        """
+        cosines, sines = self._factors(positions)
+        length = cosines.square() + sines.square()
+        angles = angles_at.to(self.frequencies)[:, None] * self.frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        return (cosine * cosines + sine * sines) / length, (sine * cosines - cosine * sines) / length
 
 
 def differs(loaded: Tensor, computed: Tensor) -> Tensor:

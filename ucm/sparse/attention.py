@@ -219,6 +219,7 @@ class PartsOf(Protocol[Layer_contra]):
         count: int,
         *,
         causal: bool,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute attention over a run of keys of one request, with the layer's scale.
 
@@ -229,34 +230,10 @@ class PartsOf(Protocol[Layer_contra]):
             values: Like ``keys``.
             count: The number of keys; with causal attention, at least the number of queries.
             causal: Whether a query reads only keys up to its own position.
+            window: The most keys that a causal query reads, including its own; None for all.
 
         Returns:
             The output, shaped like ``query``, and the log-sum-exps, ``[n, num_heads]``, float32.
-        """
-        ...
-
-    def attend_window(
-        self,
-        layer: Layer_contra,
-        /,
-        query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        spans: Sequence[Span],
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute causal attention over the last keys of each query, on the cache.
-
-        Args:
-            layer: The layer.
-            query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
-            kv_cache: The layer's cache, which contains these tokens.
-            block_table: ``[spans, max_blocks]``, int32: the blocks of each span's request.
-            spans: Those of each request.
-            window: The most keys that a query reads, including its own.
-
-        Returns:
-            See `attend`.
         """
         ...
 
@@ -398,19 +375,6 @@ class CopyingView(AttentionView, Protocol):
             UcmError: If the blocks of a layer cannot be located.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Queries of one request, and the keys up to the last one's position.
-
-    Attributes:
-        queries: The number of queries.
-        keys: The number of keys, from the first block on.
-    """
-
-    queries: int
-    keys: int
 
 
 class PartsView(AttentionView, PartsOf[str], Protocol):

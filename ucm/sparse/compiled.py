@@ -157,9 +157,7 @@ class Lanes:
 
         return self._intrinsic(self._address, (), write)
 
-    def product(
-        self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int | None
-    ) -> Any:
+    def product(self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int) -> Any:
         """Return a matrix product that keeps its sums in registers.
 
         Args:
@@ -168,8 +166,7 @@ class Lanes:
             sums_apart: The row stride of the result (float32), in bytes.
             vectors: The offsets of a row's vectors in the second matrix from the first one, in bytes; the
                 result's vectors are contiguous.
-            step: The stride of numbers in the second matrix's rows, which have the cache's dtype; None for
-                contiguous float32.
+            step: The stride of numbers in the second matrix's rows, which have the cache's dtype.
 
         Returns:
             ``product(weights, matrix, offsets, begin, end, sums, fresh)``: the addresses of both matrices and of the
@@ -189,12 +186,7 @@ class Lanes:
                         b.store(self._load(b, place), one)
             with self._cgutils.for_range(b, end, start=begin, intp=self._long) as loop:
                 row_at = self._row(b, matrix, offsets, loop.index)
-                of_matrix = [
-                    self._load(b, self._plus(b, row_at, place))
-                    if step is None
-                    else self._read(b, self._plus(b, row_at, place), step)
-                    for place in vectors
-                ]
+                of_matrix = [self._read(b, self._plus(b, row_at, place), step) for place in vectors]
                 self._add_products(b, kept, weights, weights_apart, loop.index, of_matrix)
             for one, place in itertools.chain(*kept):
                 self._store(b, place, b.load(one))

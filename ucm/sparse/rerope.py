@@ -26,23 +26,27 @@ from pydantic import Field, model_validator
 
 from ucm.logger import get_logger
 from ucm.rotary import turned
-from ucm.sparse.attention import Merged, Span
+from ucm.sparse.attention import Merged
 from ucm.sparse.base import SparseMethod, not_asked, require_hooks
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
-from ucm.sparse.window_kernel import SLOWLY, Queries, Shape, Turning, by_tile, window_kernel
+from ucm.sparse.window_kernel import SLOWLY, Queries, by_tile, window_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.rotary import Rotary
     from ucm.sparse.attention import HeadLayout, PartsView, StepBatch
     from ucm.sparse.base import Role
-    from ucm.sparse.window_kernel import WindowKernel
+    from ucm.sparse.window_kernel import Attend
 
+#: The most queries of a request in a step for which a kernel, where there is one, reads keys for each query. For so
+#: many torch, which rotates keys once for all queries, takes about as long.
+FEW = 4
 #: The number of queries per row, and of keys read, where the dense attention's result is not used.
 UNWANTED = 64
 
@@ -78,43 +82,59 @@ class BeyondWindow:
     Args:
         batch: The step.
         window: The number of tokens that a query sees at their true distances, including itself.
+        pieces: Such tokens of each request; None for all of them.
     """
 
-    def __init__(self, batch: StepBatch, window: int) -> None:
+    def __init__(self, batch: StepBatch, window: int, pieces: QueryPieces | None = None) -> None:
         self._batch, self._window = batch, window
-        rows = np.flatnonzero(batch.seq_lens > window)
-        begins = np.maximum(batch.num_computed_tokens, window)[rows]
-        self.pieces = QueryPieces(rows, begins, batch.seq_lens[rows])
-        self._placed: _Placed | None = None
+        if pieces is None:
+            rows = np.flatnonzero(batch.seq_lens > window)
+            begins = np.maximum(batch.num_computed_tokens, window)[rows]
+            pieces = QueryPieces(rows, begins, batch.seq_lens[rows])
+        self.pieces = pieces
+        self._lengths = pieces.ends - pieces.begins
+        self._placed: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         """The number of these tokens."""
-        return int((self.pieces.ends - self.pieces.begins).sum())
+        return int(self._lengths.sum())
 
     @cached_property
-    def queries(self) -> Queries:
+    def divided(self) -> tuple[BeyondWindow, BeyondWindow]:
+        """Return the tokens of requests with `FEW` or less of them, and the others."""
+        few, all_of = self._lengths <= FEW, (self.pieces.rows, self.pieces.begins, self.pieces.ends)
+        kept, others = (QueryPieces(*(of[mask] for of in all_of)) for mask in (few, ~few))
+        return BeyondWindow(self._batch, self._window, kept), BeyondWindow(self._batch, self._window, others)
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """``[num_tokens]``: the positions in the requests."""
+        return np.concatenate([np.arange(*of) for of in zip(self.pieces.begins, self.pieces.ends, strict=True)])
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """``[num_tokens]``: the indices among the step's tokens."""
+        batch = self._batch
+        starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
+        return self.positions + starts[self.pieces.rows].repeat(self._lengths)
+
+    def queries(self, block_size: int, turning: Tensor, growth: Tensor) -> Queries:
         """Return the tokens in the form that a CPU kernel takes."""
-        return Queries(self.pieces, self._batch)
+        rows = self.pieces.rows.repeat(self._lengths)
+        return Queries.of(rows, self.places, self.positions, block_size, turning, growth)
 
-    @cached_property
-    def windows(self) -> list[Span]:
-        """Return each piece's queries with all keys from its request's first block up to its last query."""
-        ends = zip(self.pieces.begins.tolist(), self.pieces.ends.tolist(), strict=True)
-        return [Span(end - begin, end) for begin, end in ends]
-
-    def on(self, device: Any) -> _Placed:
-        """Return the tensors on the attention's device."""
+    def on(self, device: Any) -> tuple[Tensor, Tensor]:
+        """Return `places` and `positions` on the attention's device."""
         if self._placed is None:
-            pieces, batch = self.pieces, self._batch
-            starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
-            positions = [np.arange(*of) for of in zip(pieces.begins, pieces.ends, strict=True)]
-            places = [of + starts[row] for of, row in zip(positions, pieces.rows, strict=True)]
-            self._placed = _Placed(
-                *(_on(of, device) for of in (np.concatenate(places), np.concatenate(positions), pieces.rows))
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            places, positions = (
+                torch.from_numpy(of).to(device, non_blocking=True) for of in (self.places, self.positions)
             )
+            self._placed = places, positions
         return self._placed
 
-    def spared(self) -> tuple[QueryPieces, np.ndarray[Any, np.dtype[np.int64]]]:
+    def spared(self) -> tuple[QueryPieces, NDArray[np.int64]]:
         """Cut the step's rows such that a back end does almost no work for these tokens.
 
         Returns:
@@ -145,27 +165,6 @@ class BeyondWindow:
                 found.append(Run(row, first, last, some, (sees_all + at, end + at, last - first)))
             before += end - begin
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """Tensors on the attention's device, all int64.
-
-    Attributes:
-        places: ``[num_tokens]``: the tokens' indices in the step.
-        positions: ``[num_tokens]``: their positions in the requests.
-        rows: ``[pieces]``: each piece's row in the step.
-    """
-
-    places: Tensor
-    positions: Tensor
-    rows: Tensor
-
-
-def _on(values: np.ndarray[Any, Any], device: Any) -> Tensor:
-    import torch  # noqa: PLC0415 - vLLM brings it
-
-    return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device, non_blocking=True)
 
 
 class ReRoPEOptions(MethodOptions):
@@ -246,9 +245,9 @@ class ReRoPE(SparseMethod):
         self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
-        self._turned: dict[Rotary, Turning] = {}
+        self._turned: dict[Rotary, Queries] = {}
         #: By layer; None where torch computes what lies beyond the window.
-        self._kernels: dict[str, tuple[WindowKernel, HeadLayout] | None] = {}
+        self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
     @classmethod
     def advice(cls, options: Mapping[str, Any]) -> list[str]:
@@ -307,15 +306,16 @@ class ReRoPE(SparseMethod):
         self._asked = True
         dense, _ = self._replaced[id(attn_metadata)]
         table, by_head = self.attention.block_table(dense), output.view(output.shape[0], *query.shape[1:])
-        compiled = self._kernel(layer_name, kv_cache)
+        compiled, rest = self._kernel(layer_name, kv_cache), self._step
         if compiled is not None:
-            kernel, layout = compiled
-            turning = self._turning_of(self._step, self.attention.rotary(layer_name), layout.block_size)
-            batches = self._step.queries.batches(layout.block_size)
-            kernel.attend(query, kv_cache, table, by_head, batches, turning, layout.scale, self._options.window)
-            return
-        places = self._step.on(query.device).places
-        by_head[places] = self._attention(self._step, layer_name, query[places], kv_cache, table).to(output.dtype)
+            few, rest = self._step.divided
+            if len(few):
+                kernel, layout = compiled
+                queries, of_keys = self._for_kernel(few, self.attention.rotary(layer_name), layout.block_size)
+                kernel(query, kv_cache, table, by_head, queries, of_keys, layout.scale, self._options.window)
+        if len(rest):
+            places, _ = rest.on(query.device)
+            by_head[places] = self._attention(rest, layer_name, query[places], kv_cache, table).to(output.dtype)
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Count the step; one whose layers did not ask was dense, and that must not go unnoticed."""
@@ -329,7 +329,7 @@ class ReRoPE(SparseMethod):
         self.counts["steps"] += 1
         self.counts["rows"] += len(step.pieces.rows)
         self.counts["tokens"] += len(step)
-        self.counts["compiled"] += len(step) if None not in self._kernels.values() else 0
+        self.counts["compiled"] += len(step.divided[0]) if None not in self._kernels.values() else 0
         self.counts["keys_turned"] += int((step.pieces.ends - self._options.window).sum())
         if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
             get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
@@ -347,11 +347,10 @@ class ReRoPE(SparseMethod):
     def summary(self) -> str:
         """Return the counters so far, in one line."""
         counts = self.counts
-        kernel = "a compiled kernel" if None not in self._kernels.values() else "torch"
         return (
-            f"{self._name} put the attention of {counts['tokens']} tokens together, in {counts['rows']} rows of "
-            f"{counts['steps']} steps, from a window of {self._options.window} tokens and {counts['keys_turned']} keys "
-            f"turned in each layer, by {kernel}"
+            f"{self._name} put the attention of {counts['tokens']} tokens together, {counts['compiled']} of them by a "
+            f"compiled kernel, in {counts['rows']} rows of {counts['steps']} steps, from a window of "
+            f"{self._options.window} tokens and {counts['keys_turned']} keys turned in each layer"
         )
 
     def _spared(self, step: BeyondWindow, layer_name: str, attn_metadata: Any) -> Any:
@@ -367,26 +366,23 @@ class ReRoPE(SparseMethod):
         )
 
     def _attention(self, step: BeyondWindow, layer_name: str, query: Tensor, kv_cache: Tensor, table: Tensor) -> Tensor:
-        """``[num_tokens, num_heads, head_size]``, float32: of the tokens beyond their windows."""
-        window, placed = self._options.window, step.on(query.device)
-        grown = self._grown(placed.positions)
+        """``[num_tokens, num_heads, head_size]``, float32: of some tokens beyond their windows."""
+        _, positions = step.on(query.device)
+        grown = self._grown(positions)
         if grown is not None:
             query = (query * grown[:, None, None]).to(query.dtype)
-        whole = Merged(
-            *self.attention.attend_window(layer_name, query, kv_cache, table[placed.rows], step.windows, window)
-        )
-        rotary = self.attention.rotary(layer_name)
-        factors = rotary.factors(placed.positions, self._far_from(placed.positions))
-        query = turned(query, factors, neox=rotary.neox)
         size = self.attention.block_size(layer_name, kv_cache)
+        whole = self._near(step, layer_name, query, kv_cache, table, size)
+        rotary = self.attention.rotary(layer_name)
+        query = turned(query, rotary.factors(positions, self._far_from(positions)), neox=rotary.neox)
         if rotary not in self._turning:
             self._turning[rotary] = self._factors_of_keys(rotary, size)
         of_keys = self._turning[rotary]
         for run in step.runs(size):
             blocks = slice(run.begin // size, -(-run.end // size))
             keys, values = self.attention.read(layer_name, kv_cache, table[run.row, blocks].long())
-            positions = slice(run.begin, blocks.stop * size)
-            factors = of_keys[0][positions], of_keys[1][positions]
+            of_run = slice(run.begin, blocks.stop * size)
+            factors = of_keys[0][of_run], of_keys[1][of_run]
             keys = turned(keys.flatten(0, 1), factors, neox=rotary.neox).unflatten(0, keys.shape[:2])
             for causal, (begin, end, count) in ((True, run.causal), (False, run.whole)):
                 if begin < end:
@@ -396,35 +392,49 @@ class ReRoPE(SparseMethod):
                     )
         return whole.output
 
-    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[WindowKernel, HeadLayout] | None:
+    def _near(
+        self, step: BeyondWindow, layer_name: str, query: Tensor, kv_cache: Tensor, table: Tensor, size: int
+    ) -> Merged:
+        """Compute each request's attention over the windows of its tokens."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        window, found, before = self._options.window, [], 0
+        pieces = (of.tolist() for of in (step.pieces.rows, step.pieces.begins, step.pieces.ends))
+        for row, begin, end in zip(*pieces, strict=True):
+            first = (begin - window + 1) // size
+            keys, values = self.attention.read(layer_name, kv_cache, table[row, first : -(-end // size)].long())
+            own, count = query[before : before + end - begin], end - first * size
+            found.append(self.attention.attend(layer_name, own, keys, values, count, causal=True, window=window))
+            before += end - begin
+        outputs, sums = zip(*found, strict=True)
+        return Merged(torch.cat(outputs), torch.cat(sums))
+
+    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[Attend, HeadLayout] | None:
         """What is compiled for a layer, where it is on a CPU."""
         if layer_name not in self._kernels:
             layout, rotary = self.attention.head_layout(layer_name, kv_cache), self.attention.rotary(layer_name)
             self._kernels[layer_name] = None
             if layout is not None:
-                shape = Shape(layout, rotary.frequencies.numel(), rotary.neox)
-                began = time.perf_counter()
-                kernel = for_engine(SLOWLY, lambda: window_kernel(shape))
+                began, pairs = time.perf_counter(), rotary.frequencies.numel()
+                kernel = for_engine(SLOWLY, lambda: window_kernel(layout, pairs, neox=rotary.neox))
                 self._kernels[layer_name] = None if kernel is None else (kernel, layout)
                 if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
                     get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
         return self._kernels[layer_name]
 
-    def _turning_of(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> Turning:
-        """Return the rotation factors for a kernel, the same in all layers of a step."""
+    def _for_kernel(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> tuple[Queries, Tensor]:
+        """Return a step's tokens, and the rotation factors of keys, for a kernel: the same in all layers."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         if rotary not in self._turned:
             if rotary not in self._tiles:
                 self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, block_size))
-            positions = torch.from_numpy(step.queries.positions)
+            positions = torch.from_numpy(step.positions)
             grown = self._grown(positions)
-            self._turned[rotary] = Turning(
-                self._tiles[rotary],
-                torch.stack(rotary.factors(positions, self._far_from(positions)), 1),
-                torch.ones(len(positions)) if grown is None else grown,
-            )
-        return self._turned[rotary]
+            turning = torch.stack(rotary.factors(positions, self._far_from(positions)), 1)
+            growth = torch.ones(len(positions)) if grown is None else grown
+            self._turned[rotary] = step.queries(block_size, turning, growth)
+        return self._turned[rotary], self._tiles[rotary]
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""

@@ -19,8 +19,7 @@ class EagerESA(ESA):
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """As ESA; then nothing is left in host memory that the store has taken."""
         super().update_states(runner, scheduler_output)
-        store = self.reader._store
-        if store is not None:
-            for saving in store._saving:
+        if self._store is not None:
+            for saving in self._store._saving:
                 saving.task.wait()
-            store.settle()
+            self._store.settle()

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.ranking import ranked
+from ucm.sparse.topk.codes import KeyCodes, ranked
 from ucm.sparse.topk.samples import masses_of, products
 from ucm.sparse.topk.selection import BlockBudget
 

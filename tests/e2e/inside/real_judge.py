@@ -23,8 +23,7 @@ import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from ucm.sparse.blocks import SinksAndWindow
-from ucm.sparse.topk.codes import KeyCodes, cpu_kernel
-from ucm.sparse.topk.ranking import ranked, shares
+from ucm.sparse.topk.codes import KeyCodes, cpu_kernel, ranked, shares_of
 from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:
@@ -254,7 +253,7 @@ def judged(model: Model, prompt: Prompt, answer: Sequence[int], variants: Sequen
                     of_row = hidden[row]
                     of_row[sinks * block : recent * block] = True
                     if scores is not None and chosen:
-                        order = ranked(shares(scores[:, place : place + 1, :, sinks:recent], None))[0]
+                        order = ranked(shares_of(scores[:, place : place + 1, :, sinks:recent], None))[0]
                         best = order.topk(min(chosen, len(order))).indices + sinks
                         of_row[(best[:, None] * block + torch.arange(block)).flatten()] = False
             grouped = q.view(rows, model.kv_heads, -1, model.head) * model.head**-0.5

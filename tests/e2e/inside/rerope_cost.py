@@ -101,7 +101,7 @@ def measure(spec_file: Path, result_file: Path) -> None:
     real.write(keys, values, torch.arange(longest) + BLOCK)
     frequencies = 10_000.0 ** (-torch.arange(HEAD // 2) / (HEAD // 2))
     angles = torch.arange(longest)[:, None] * frequencies
-    rotary = Rotary(torch.cat((angles.cos(), angles.sin()), -1).to(kind), frequencies, neox=True)
+    rotary = Rotary(torch.cat((angles.cos(), angles.sin()), -1).to(kind), neox=True, frequencies=frequencies)
     view: Any = real.view
     view.rotary = lambda _: rotary
     methods = {}

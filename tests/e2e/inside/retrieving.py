@@ -28,7 +28,7 @@ class Observed:
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
-        self._reader = core.model_executor.driver_worker.worker.model_runner._ucm_sparse_method.reader
+        self._method = core.model_executor.driver_worker.worker.model_runner._ucm_sparse_method
         self._params = SamplingParams
 
     def phase(self, name: str, requests: list[dict[str, Any]], removal: list[Any] | None) -> dict[str, Any]:
@@ -53,19 +53,19 @@ class Observed:
             if self._scheduler.requests:
                 used = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
                 held.append([max(one.num_computed_tokens for one in self._scheduler.requests.values()), used])
-        store = self._reader._store
+        store = self._method._store
         return {
             "requests": list(found.values()),
             "held": held,
             "preemptions": sum(request.num_preemptions for request in known.values()),
             "left": self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks(),
-            "worker": dict(self._reader.counts),
+            "worker": dict(self._method.counts),
             "store": dict(store.counts) if store else {},
         }
 
     def _await_blocks(self) -> None:
         """Wait until the store has most blocks: its threads give way to everything else on a busy machine."""
-        store = self._reader._store
+        store = self._method._store
         deadline = time.monotonic() + PATIENCE
         while any(2 * len(kept.copies) > len(kept.keys) for kept in store._kept.values()):
             assert time.monotonic() < deadline, "the store takes nothing"

@@ -37,7 +37,6 @@ class FakeView:
         unreadable: Layers whose keys cannot be read.
         windowed: Layers with a sliding window of their own.
         bound: The KV cache of all layers, once it is allocated.
-        in_place: Whether kernels may read keys in the cache; `reads` does not have these.
     """
 
     steps: list[StepBatch] = field(default_factory=list)
@@ -45,7 +44,6 @@ class FakeView:
     required: set[tuple[str, bool]] = field(default_factory=set)
     unreadable: tuple[str, ...] = ()
     windowed: tuple[str, ...] = ()
-    in_place: bool = False
     engine_required: bool = False
     bound: torch.Tensor | None = None
 
@@ -112,8 +110,7 @@ class FakeView:
         return kv_cache[0][block_ids]
 
     def keys_in_place(self, layer_name: str, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        del layer_name
-        return kv_cache[0] if self.in_place else None
+        raise NotImplementedError
 
 
 def metadata(batch: StepBatch, rows: Sequence[Sequence[int]], width: int | None = None) -> Metadata:

@@ -19,7 +19,7 @@ def rotary(style: Style, dtype: torch.dtype) -> Rotary:
     half = style.rotated // 2
     frequencies = BASE ** (-torch.arange(half) / half)
     angles = torch.arange(LENGTH)[:, None] * frequencies
-    return Rotary(torch.cat((angles.cos(), angles.sin()), -1).to(dtype), frequencies, style.neox)
+    return Rotary(torch.cat((angles.cos(), angles.sin()), -1).to(dtype), style.neox, frequencies)
 
 
 def as_vllm_does(keys: torch.Tensor, by: Rotary) -> torch.Tensor:

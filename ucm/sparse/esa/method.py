@@ -21,34 +21,43 @@ so nothing more is lost.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import Field, field_validator
 
 from ucm.background import call_later
 from ucm.clock import SYSTEM
 from ucm.compat import optional
 from ucm.config.settings import StoreSettings
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
-from ucm.sparse.base import require_hooks
+from ucm.sparse.base import not_asked, require_hooks
 from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
-from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
-from ucm.sparse.esa.worker import OffloadedReader
+from ucm.sparse.esa.offload_store import OffloadStore
+from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach, tell_loss
+from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, reading
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
+from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.topk.codes import KeyCodes, ranked
 from ucm.store.config import default_offload_directory
 from ucm.store.factory import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.clock import Clock
-    from ucm.sparse.attention import CopyingView
+    from ucm.sparse.attention import BlockCopies, CopyingView, StepBatch
     from ucm.sparse.base import Role
-    from ucm.sparse.esa.offloaded import OffloadedNews
+    from ucm.sparse.esa.offload_store import Fetch
+    from ucm.sparse.esa.offloaded import OffloadedNews, Released
 
 NAME = "ESA"
 
@@ -85,11 +94,38 @@ class ESAOptions(MethodOptions):
         return SinksAndWindow(self.sink_tokens, self.window_tokens, dense_prefill=True, tile=tile)
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a step whose only token chooses offloaded blocks.
+
+    Attributes:
+        row: Its index in the batch.
+        token: The index of its token among the step's tokens.
+        offloaded: Its request's offloaded context.
+        choosing: The number of blocks from which it chooses.
+    """
+
+    row: int
+    token: int
+    offloaded: OffloadedContext
+    choosing: int
+
+    @property
+    def freed(self) -> int:
+        """The place after the last freed block; later ones are still in place."""
+        return self.offloaded.first + self.offloaded.stored
+
+
 class ESA(ReleasingMethod[OffloadedReleases]):
     """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
 
     Attributes:
         at_once: Whether blocks are freed even before an offloaded context is longer than the budget.
+        counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
+            all layers, ``fetched`` into resident blocks, ``copied_out``, and ``requests_<outcome>``; see
+            `ucm.sparse.outcomes`.
+        select_seconds: The seconds that the worker's thread has spent on choosing, and on waiting for loads.
+        caches: The KV cache of each layer, from its last step.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -103,9 +139,23 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         super().__init__(vllm_config, role, options)
         self._clock = clock
         self._options = parse_options(ESAOptions, NAME, options)
-        self._reader: OffloadedReader | None = None
+        self._window = self._options.window(self.tile)
         #: Requests that are recomputed in this step.
         self._anew: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
+        self.select_seconds = 0.0
+        self.caches: dict[str, Tensor] = {}
+        self._copies: BlockCopies | None = None
+        self._places: dict[str, int] = {}
+        self._losses = ""
+        self._store: OffloadStore | None = None
+        self._offloaded: dict[str, OffloadedContext] = {}
+        #: The tokens that each request has after the step, and the rows that choose.
+        self._seq_lens: NDArray[np.int64]
+        self._rows: list[_Row] = []
+        #: The step's tables, with the metadata and the listed rows from which they were made.
+        self._tables: tuple[Any, list[Listed], OffloadedTables] | None = None
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
@@ -124,10 +174,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
         require_hooks(NAME, self.needed_hooks)
-        block_size = int(self.vllm_config.cache_config.block_size)
-        self.releases = OffloadedReleases(
-            scheduler, self._options.window(self.tile), self._budget(block_size), at_once=self.at_once
-        )
+        self.releases = OffloadedReleases(scheduler, self._window, self._budget, at_once=self.at_once)
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Make a request that was preempted while generating recompute its answer token by token.
@@ -171,9 +218,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         """Refuse an unsupported engine, and a store that fails to open; a store that does not answer is accepted."""
         require_hooks(NAME, self.needed_hooks)
         self.attention.require_engine()
-        block_size = optional(self.vllm_config, "cache_config.block_size")
-        if block_size:
-            self._budget(int(block_size))
+        if optional(self.vllm_config, "cache_config.block_size"):
+            _ = self._budget  # refuse one that leaves no block
         config = self._options.store.as_store_config()
         trial = call_later(
             lambda: open_store(config, "offloaded/trial", None, clock=self._clock).close(),
@@ -190,15 +236,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
                 config.stuck_seconds,
                 ", ".join(config.roots) or config.pipeline,
             )
-        self._reader = OffloadedReader(
-            self.attention,
-            self.vllm_config.cache_config,
-            config,
-            int(self.vllm_config.parallel_config.rank),
-            self._options,
-            self.tile,
-            clock=self._clock,
-        )
 
     def confirms(self, question: str) -> str:
         """Return why this worker's losses would not reach the scheduler; empty if they do."""
@@ -209,57 +246,295 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         self.attention.require(layer_name, reads_keys=True)
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
-        """Copy out the blocks that this step frees, before the rest of the step."""
+        """Copy out the blocks that a step frees, before the step writes any block."""
         del runner
-        self.reader.step_arrived(optional(scheduler_output, "ucm_sparse_meta"))
-
-    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
-        """Drop the state of ended requests."""
-        del runner
-        self.reader.forget(request_ids)
+        news: OffloadedNews | None = optional(scheduler_output, "ucm_sparse_meta")
+        if self._store is not None:
+            self._store.settle()
+        if news is None:
+            return
+        self._losses = news.losses
+        if news.dropped:
+            self._drop(news.dropped)
+        for released in news.released:
+            self._copy_out(news.engine, released)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Record the rows with an offloaded context."""
         batch = self.attention.batch(runner, scheduler_output, input_batch)
         refuse_asked(batch.asked, self)
-        self.reader.begin(batch)
+        self._outcomes.begin(batch.request_ids)
+        self._tables, self._seq_lens = None, batch.seq_lens
+        for row in np.flatnonzero(batch.admitted).tolist():
+            self._forget_unreleased(batch.request_ids[row])
+        known = [self._offloaded.get(request_id) for request_id in batch.request_ids]
+        stored = np.array([0 if of is None else of.stored for of in known], np.int64)
+        choosing = reading(batch, self._window, self._budget, stored, self._size)
+        ends = batch.num_new_tokens.cumsum()
+        self._rows = []
+        for row in np.flatnonzero(choosing).tolist():
+            offloaded = known[row] or OffloadedContext(None, self._window.sink_blocks(self._size))
+            self._offloaded[batch.request_ids[row]] = offloaded
+            self._rows.append(_Row(row, int(ends[row]) - 1, offloaded, int(choosing[row])))
+        if self._rows:
+            self.counts["steps"] += 1
+            self.counts["rows"] += len(self._rows)
+            self._outcomes.restrict(batch.request_ids[of.row] for of in self._rows)
+        if self._outcomes.tells:
+            self._tell(batch, choosing)
+
+    def _tell(self, batch: StepBatch, choosing: NDArray[np.int64]) -> None:
+        """Log of each request whether the step's last token of it reads all of its context."""
+        size, budget = self._size, self._budget
+        for request_id, context, between in zip(
+            batch.request_ids, batch.seq_lens.tolist(), choosing.tolist(), strict=True
+        ):
+            what, left_out = f"dense: no more than {budget * size} tokens are between sinks and window", 0
+            if between:
+                what, left_out = f"restricted, with {budget * size} tokens between sinks and window", between - budget
+            self._outcomes.tell(request_id, context, what, context - left_out * size)
+
+    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
+        del runner
+        ended = list(request_ids)
+        self._outcomes.finish(ended)
+        for request_id in ended:
+            self._forget_unreleased(request_id)
+
+    def _forget_unreleased(self, request_id: str) -> None:
+        """Drop the state of a request if none of its blocks is freed."""
+        if request_id in self._offloaded and self._offloaded[request_id].admission is None:
+            del self._offloaded[request_id]
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Load the needed blocks into the resident blocks, and make the layer read them."""
-        reader = self.reader
-        reader.caches[layer_name] = kv_cache
-        if reader.restricts:
+        self.caches[layer_name] = kv_cache
+        if self._rows:
             began = perf_counter()
-            attn_metadata = reader.restrict(layer_name, query, kv_cache, attn_metadata)
-            reader.select_seconds += perf_counter() - began
+            attn_metadata = self._restrict(layer_name, query, kv_cache, attn_metadata)
+            self.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
-        """Finish the step."""
+        """Raise if no layer called the method in a step that it restricts."""
         del runner, scheduler_output, model_output
-        if self.reader.restricts:
-            self.reader.finish()
+        rows, self._rows, tables, self._tables = self._rows, [], self._tables, None
+        if rows and tables is None:
+            raise not_asked(NAME)
+        if rows and self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
+            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
 
     def figures(self) -> dict[str, float]:
-        """See `OffloadedReader.figures`."""
-        return {} if self._reader is None else self._reader.figures()
+        """See `SparseMethod.figures`; of the tokens between sinks and window, and of rows that read them by name."""
+        size = self._size
+        return {
+            **self._outcomes.figures((RESTRICTED, SHORT)),
+            "rows": self.counts["rows"],
+            "read_tokens": self.counts["blocks_read"] * size,
+            "held_tokens": self.counts["blocks_stored"] * size,
+            "select_seconds": self.select_seconds,
+            "fetched_blocks": self.counts["fetched"],
+            "lost_blocks": self._store.counts["lost"] if self._store is not None else 0,
+        }
+
+    def summary(self) -> str:
+        """What was done until now, in one line."""
+        counts, stored = self.counts, self._store.counts if self._store else Counter[str]()
+        return (
+            f"ESA restricted {counts['rows']} rows in {counts['steps']} steps: {counts['blocks_read']} of "
+            f"{counts['blocks_stored']} offloaded blocks read, {counts['fetched']} fetched, {stored['loaded']} of them "
+            f"from the store; {stored['saved']} blocks saved, {stored['kept']} kept in host memory, "
+            f"{stored['lost']} lost"
+        )
+
+    def _restrict(self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
+        """Load the needed blocks into resident ones, and return metadata that reads them."""
+        table = self.attention.block_table(attn_metadata)
+        for row in self._rows:  # none of the blocks without codes is freed yet
+            codes, first = self._codes(row.offloaded, layer_name, kv_cache), row.offloaded.first
+            self._summarise(codes, layer_name, kv_cache, table[row.row, first + codes.size : first + row.choosing])
+        # Ranked once, because all ranks must call the sum equally often, whatever one of them has lost.
+        ranks = self._ranked(layer_name, query)
+        chosen = self._best(ranks)
+        while not self._bring(layer_name, chosen):  # something was lost: choose again from what is left
+            chosen = self._best(ranks)
+        listed, places, blocks = [], [], []
+        for row, of_row in zip(self._rows, chosen, strict=True):
+            slots = row.offloaded.layers[layer_name].slots([place for place in of_row if place < row.freed])
+            listed.append(Listed(row.row, row.choosing, len(of_row)))
+            places += of_row
+            blocks += [*(row.offloaded.resident[slot] for slot in slots), *[-1] * (len(of_row) - len(slots))]
+            self.counts["blocks_read"] += len(of_row)
+            self.counts["blocks_stored"] += row.choosing
+        # The same for all layers, unless a loss leaves a layer fewer blocks to read.
+        if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != listed:
+            self._require_size(layer_name, kv_cache)
+            sinks = self._window.sink_blocks(self._size)
+            self._tables = attn_metadata, listed, OffloadedTables(self._seq_lens, listed, table, sinks, self._size)
+        tables = self._tables[2]
+        named = tables.naming(places, blocks)
+        return self.attention.restricted(layer_name, attn_metadata, named, tables.seq_lens, tables.max_seq_len)
+
+    def _summarise(self, codes: KeyCodes, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
+        """Append the codes of some blocks in the cache."""
+        for some in block_ids.long().split(codes.at_once) if len(block_ids) else ():
+            codes.append(self.attention.read_keys(layer_name, kv_cache, some))
+
+    def _codes(self, offloaded: OffloadedContext, layer_name: str, kv_cache: Tensor) -> KeyCodes:
+        """Return the codes of an offloaded context in a layer."""
+        codes = offloaded.codes.get(layer_name)
+        if codes is None:
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            codes = KeyCodes(1, self.attention.read_keys(layer_name, kv_cache, any_block))
+            offloaded.codes[layer_name] = codes
+        return codes
+
+    def _ranked(self, layer_name: str, query: Tensor) -> list[Tensor]:
+        """Return, for each row, the ranks of its blocks by the heads of all workers; see `ranked`."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        wanted = []
+        for row in self._rows:
+            places = torch.arange(row.choosing, device=query.device)[None]
+            of_row = query[row.token : row.token + 1]
+            wanted.append(row.offloaded.codes[layer_name].shares(of_row, places, None)[0])
+        summed = self.attention.sum_over_ranks(torch.cat(wanted))
+        return [ranked(of[None])[0] for of in summed.split([row.choosing for row in self._rows])]
+
+    def _best(self, ranks: Sequence[Tensor]) -> list[list[int]]:
+        """Return the best places of each row in ascending order; this waits for the device once."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        found = []
+        for row, of_row in zip(self._rows, ranks, strict=True):
+            lost = list(row.offloaded.lost)
+            left = of_row.index_fill(0, of_row.new_tensor(lost), -1) if lost else of_row
+            count = min(self._budget, row.choosing - len(lost))
+            found.append(left.topk(count, sorted=False).indices + row.offloaded.first)
+        places = iter(torch.cat(found).tolist())
+        return [sorted(itertools.islice(places, len(of_row))) for of_row in found]
+
+    def _bring(self, layer_name: str, chosen: Sequence[Sequence[int]]) -> bool:
+        """Load the freed places that rows read into resident blocks; return False if a block turns out to be lost."""
+        fetches = []
+        for row, of_row in zip(self._rows, chosen, strict=True):
+            released = [place for place in of_row if place < row.freed]
+            missing = row.offloaded.layers[layer_name].missing(released)
+            if missing:
+                fetches.append((row.offloaded, *self._fetch(layer_name, row.offloaded, missing, released)))
+        arrived = [self._place(layer_name, *of) for of in fetches]
+        return all(arrived)
+
+    def _fetch(
+        self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
+    ) -> tuple[Fetch, list[int]]:
+        """Start to load missing places: into resident blocks if these are in host memory, else into a buffer.
+
+        Returns:
+            The load, and the resident block of each place.
+        """
+        index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
+        copies, resident = self._known_copies, offloaded.resident
+        slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
+        blocks = [resident[slot] for slot in slots]
+        into = [copies.memory(index, block) for block in blocks] if self._opened.loads_in_place else [None]
+        in_place = [memory for memory in into if memory is not None]
+        return self._opened.fetch(index, places, in_place if len(in_place) == len(places) else None), blocks
+
+    def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, blocks: Sequence[int]) -> bool:
+        """Wait for a load, and copy a buffer into resident blocks; return whether all blocks arrived."""
+        lost = set(self._opened.wait(fetch))
+        if lost:
+            if not offloaded.lost:
+                tell_loss(self._losses, _admitted(offloaded))
+            places = [fetch.wanted[row][1] for row in lost]
+            offloaded.lost |= {place - offloaded.first for place in places}
+            offloaded.layers[layer_name].clear(places)
+        rows = [row for row in range(len(fetch.wanted)) if row not in lost]
+        if fetch.rows is not None and rows:
+            data = fetch.rows[rows] if lost else fetch.rows
+            self._known_copies.write(self._places[layer_name], [blocks[row] for row in rows], data)
+        self.counts["fetched"] += len(rows)
+        return not lost
+
+    def _copy_out(self, engine: str, released: Released) -> None:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        copies = self._known_copies
+        if self._store is None:
+            config, rank = self._options.store.as_store_config(), int(self.vllm_config.parallel_config.rank)
+            self._store = OffloadStore(config, copies, engine, rank, clock=self._clock)
+        offloaded = self._offloaded.get(released.request_id)
+        if offloaded is None or offloaded.admission not in {released.admission, None}:
+            offloaded = self._offloaded[released.request_id] = OffloadedContext(released.admission, released.first)
+        offloaded.admission = released.admission
+        if released.first != offloaded.first + offloaded.stored:
+            raise RuntimeError(
+                f"request {released.request_id}: block {released.first} does not follow the offloaded ones"
+            )
+        for name in copies.layer_names:
+            cache = self.caches[name]
+            codes = self._codes(offloaded, name, cache)
+            ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache[0].device)  # one tensor, or two
+            self._summarise(codes, name, cache, ids[codes.size - offloaded.stored :])
+        self._store.save(released.admission, released.first, copies.read(released.block_ids))
+        offloaded.stored += len(released.block_ids)
+        offloaded.resident += released.resident
+        self.counts["copied_out"] += len(released.block_ids)
+
+    def _drop(self, admissions: Sequence[int]) -> None:
+        ended = set(admissions)
+        for request_id in [r for r, offloaded in self._offloaded.items() if offloaded.admission in ended]:
+            self._opened.drop(_admitted(self._offloaded.pop(request_id)))
 
     @property
-    def reader(self) -> OffloadedReader:
-        """The worker's state."""
-        if self._reader is None:
-            raise RuntimeError("a worker's method was asked before it was started")
-        return self._reader
-
-    def _budget(self, block_size: int) -> int:
-        """Return the number of resident blocks of a request."""
-        blocks = self._options.token_budget // block_size
+    def _budget(self) -> int:
+        """The number of resident blocks of a request: the blocks between sinks and window that a token reads."""
+        blocks = self._options.token_budget // self._size
         if blocks < 1:
             raise ConfigError(
-                f"a budget of {self._options.token_budget} tokens leaves no block of {block_size} to bring back",
+                f"a budget of {self._options.token_budget} tokens leaves no block of {self._size} to bring back",
                 where=f"ucm_sparse_config.{NAME}.token_budget",
-                fix=f"set it to {block_size} or more, or start vLLM with a smaller --block-size",
+                fix=f"set it to {self._size} or more, or start vLLM with a smaller --block-size",
             )
         return blocks
+
+    @property
+    def _size(self) -> int:
+        """Tokens in a block; final once there is a cache."""
+        return int(self.vllm_config.cache_config.block_size)
+
+    def _require_size(self, layer_name: str, kv_cache: Tensor) -> None:
+        size = self.attention.block_size(layer_name, kv_cache)
+        if size != self._size:
+            raise SparseMethodError(
+                f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
+                where=f"layer {layer_name}",
+                fix=f"start vLLM with --block-size {size}",
+            )
+
+    @property
+    def _known_copies(self) -> BlockCopies:
+        if self._copies is None:
+            self._require_size(*next(iter(self.caches.items())))
+            self._copies = self.attention.block_copies(self.caches)
+            self._places = {name: place for place, name in enumerate(self._copies.layer_names)}
+        return self._copies
+
+    @property
+    def _opened(self) -> OffloadStore:
+        if self._store is None:
+            raise RuntimeError("the store was used before a block was freed")
+        return self._store
+
+
+def _admitted(offloaded: OffloadedContext) -> int:
+    """Return the admission of an offloaded context with freed blocks."""
+    if offloaded.admission is None:
+        raise RuntimeError("this request has no freed blocks")
+    return offloaded.admission

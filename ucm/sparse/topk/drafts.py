@@ -29,7 +29,6 @@ from ucm.sparse.attention import StepBatch
 from ucm.sparse.options import parse_options
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
-from ucm.sparse.topk.selection import StepOnDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,7 +78,7 @@ class Chosen:
     """
 
     plan: SelectionPlan
-    tables: RestrictedTables | StepOnDevice
+    tables: RestrictedTables
     by_layer: dict[str, Tensor]
     lens: Tensor
 
@@ -281,6 +280,9 @@ class SparseDrafts(BlockTopK):
         return f"{super().summary()}; {self.counts['accepted']} of {self.counts['drafted']} drafts accepted"
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
+        for request_id, asked in batch.asked.items():
+            self._steer(planner, request_id, asked)
+        self._missing = planner.missing(batch, self._dense.keys())
         if self._drafting:
             self._plan = plan = planner.plan(batch, self._dense.keys())
             first = self._chosen
@@ -288,11 +290,6 @@ class SparseDrafts(BlockTopK):
                 self._chosen = None
             else:
                 first.lens = first.tables.seq_lens + int(plan.seq_lens[0] - first.plan.seq_lens[0])
-            return
-        for request_id, asked in batch.asked.items():
-            self._steer(planner, request_id, asked)
-        planner.set_back(batch)
-        self._completed = planner.completed(batch, self._dense.keys())
 
     def _choose(self, plan: SelectionPlan, layer_name: str, *of_layer: Any) -> tuple[Tensor, Tensor]:
         """Choose for the first drafts after a step; choosing for each one takes more time than it gains acceptance."""
@@ -303,6 +300,6 @@ class SparseDrafts(BlockTopK):
         table, lens = super()._choose(plan, layer_name, *of_layer)
         if first is None and self._tables is not None:
             self._chosen = first = Chosen(plan, self._tables[1], {}, lens)
-        if first is not None:  # kernels write the next layer's table into the same memory
-            first.by_layer[layer_name] = table.clone() if isinstance(first.tables, StepOnDevice) else table
+        if first is not None:
+            first.by_layer[layer_name] = table
         return table, lens

@@ -6,7 +6,8 @@ heads of a request, so that it fits into any backend's block table, and for code
 
 The KV cache itself stays complete: a later step may read what an earlier one skipped. vLLM fills the blocks
 (by computation, prefix-cache hits or a connector's loads). A block's representative is made from the
-cache after the first step in which the block is full.
+cache in the first step before which the block is full. No token chooses among blocks that its own step completes: the
+scheduler's side limits the tokens of an answer in a step.
 """
 
 from __future__ import annotations
@@ -30,19 +31,15 @@ from ucm.sparse.base import Role, SparseMethod, not_asked, require_hooks
 from ucm.sparse.blocks import NEEDED, keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
-from ucm.sparse.topk.codes import KeyCodes, power_of_two
+from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
     BlockBudget,
-    CompletedBlocks,
+    MissingBlocks,
+    RestrictedTables,
     SelectionPlan,
     SelectionPlanner,
-    StepOnDevice,
-    buffers_for,
-    completed_ids,
     dense_tokens,
-    step_tables,
-    with_new_keys,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables
 
 #: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
 #: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
@@ -95,9 +91,9 @@ class BlockTopK(SparseMethod):
     lengths.
 
     Attributes:
-        counts: ``steps`` and ``rows`` that were restricted, ``kernel_steps`` in which Triton's kernels chose,
-            ``blocks_read`` and ``blocks_held`` of these rows in each restricted layer, ``representatives`` made,
-            ``failures``, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.
+        counts: ``steps`` and ``rows`` that were restricted, ``blocks_read`` and ``blocks_held`` of these rows in each
+            restricted layer, ``representatives`` made, ``failures``, and ``requests_<outcome>``; see
+            `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on selection.
 
     Raises:
@@ -128,12 +124,10 @@ class BlockTopK(SparseMethod):
         self._representatives: dict[str, KeyCodes] = {}
         self._batch: StepBatch | None = None
         self._plan: SelectionPlan | None = None
-        self._tables: tuple[Any, RestrictedTables | StepOnDevice] | None = None
-        self._buffers: DeviceBuffers | None = None  #: those of the kernels, where there are kernels
-        self._buffers_known = False
-        self._completed: tuple[CompletedBlocks, ...] = ()
-        #: A layer's metadata, and the ids of the blocks that the step's tokens complete.
-        self._completed_ids: tuple[Any, Tensor] | None = None
+        self._tables: tuple[Any, RestrictedTables] | None = None
+        self._missing: MissingBlocks | None = None
+        #: A layer's metadata, and the ids of the missing blocks.
+        self._missing_ids: tuple[Any, Tensor] | None = None
         self._asked = False  #: whether a layer of this step has called the method
         #: The requests that stay dense, and why.
         self._dense: dict[str, str] = {}
@@ -159,14 +153,14 @@ class BlockTopK(SparseMethod):
         return num_prompt_tokens
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """With latent attention, make a preempted request compute its answer again token by token.
+        """Make a step compute so few tokens of an answer that none chooses among blocks that the step completes.
 
-        There, only a step's decodes can be restricted.
+        They are few with drafts anyway, and limited when a preempted request computes its answer again. With latent
+        attention only a step's decodes can be restricted, so there it is one.
         """
         last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
-        if not self._latent or num_new_tokens <= 1 or last < prompt:
-            return num_new_tokens
-        return max(1, prompt - num_computed_tokens)
+        most = 1 if self._latent else self._options.recent_tokens + 1
+        return num_new_tokens if last < prompt else min(num_new_tokens, max(most, prompt - num_computed_tokens))
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts; do not change the allocation."""
@@ -302,8 +296,8 @@ class BlockTopK(SparseMethod):
     def _begin(self, batch: StepBatch) -> None:
         self._batch = batch
         self._outcomes.begin(batch.request_ids)
-        self._tables, self._completed_ids, self._asked = None, None, False
-        self._plan, self._completed = None, ()
+        self._tables, self._missing_ids, self._asked = None, None, False
+        self._plan = self._missing = None
         if self._planner is not None:  # the block size is unknown before the first layer with a cache
             self._take_plan(self._planner, batch)
 
@@ -323,28 +317,27 @@ class BlockTopK(SparseMethod):
             self._take_plan(self._planner, self._batch)
         if self._is_dense(layer_name):
             return query, key, value, attn_metadata
-        if self._completed and (self._completed_ids is None or self._completed_ids[0] is not attn_metadata):
-            ids = completed_ids(self._completed, self.attention.block_table(attn_metadata))
-            self._completed_ids = attn_metadata, ids
+        if self._missing is None and self._plan is None:
+            return query, key, value, attn_metadata
+        self.attention.require(layer_name, reads_keys=True)
+        if self._missing is not None:
+            with self._dense_on_failure(layer_name, self._missing.request_ids):
+                self._make_missing(self._missing, layer_name, kv_cache, attn_metadata)
         if self._plan is not None:
-            self.attention.require(layer_name, reads_keys=True)
             with self._dense_on_failure(layer_name, self._plan.request_ids):
                 attn_metadata = self._restrict(self._plan, layer_name, query, key, value, kv_cache, attn_metadata)
-            self.select_seconds += perf_counter() - began
+        self.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
 
     def attention_finished(
         self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
-        """Make the representatives of the blocks that the step's tokens complete, and measure a sample."""
+        """Measure a sample."""
         del query, attn_metadata, output
         sample = self._samples.of(layer_name)
         if sample is not None:
             with self._dense_on_failure(layer_name, [sample.request_id]):
                 self._samples.measure(sample, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
-        if self._completed and self._completed_ids is not None and not self._is_dense(layer_name):
-            with self._dense_on_failure(layer_name, [of.request_id for of in self._completed]):
-                self._make(layer_name, kv_cache, self._completed_ids[1])
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Count the step; raise if no layer called the method, because the step was then not restricted."""
@@ -353,14 +346,13 @@ class BlockTopK(SparseMethod):
 
     def _finish(self) -> None:
         plan, self._plan, batch, self._batch = self._plan, None, self._batch, None
-        self._completed, self._completed_ids = (), None
+        self._missing = self._missing_ids = None
         if batch is not None and not self._asked:
             raise not_asked(self._name)
         if (
             plan is None or self._tables is None
         ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline
             return
-        self.counts["kernel_steps"] += isinstance(self._tables[1], StepOnDevice)
         self._tables = None
         self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)
@@ -392,8 +384,7 @@ class BlockTopK(SparseMethod):
             f"{counts['representatives']} representatives made, "
             f"{counts['requests_failed'] + counts['requests_out_of_memory']} requests dense after "
             f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
-            f"{counts['requests_refused']} whose options could not be honoured; Triton's kernels chose in "
-            f"{counts['kernel_steps']} steps; {self._samples.summary()}"
+            f"{counts['requests_refused']} whose options could not be honoured; {self._samples.summary()}"
         )
 
     def _settle(self) -> int:
@@ -414,8 +405,8 @@ class BlockTopK(SparseMethod):
         kv_cache: Tensor,
         attn_metadata: Any,
     ) -> Any:
-        query, key = self.attention.scored(layer_name, query, key, value, attn_metadata)
-        chosen, lens = self._choose(plan, layer_name, query, key, kv_cache, attn_metadata)
+        query, _ = self.attention.scored(layer_name, query, key, value, attn_metadata)
+        chosen, lens = self._choose(plan, layer_name, query, kv_cache, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
             self._samples.begin(layer_name, plan, query, table, chosen, lens)
@@ -426,24 +417,13 @@ class BlockTopK(SparseMethod):
         return self.attention.restricted(layer_name, attn_metadata, chosen, lens, longest, split)
 
     def _choose(
-        self,
-        plan: SelectionPlan,
-        layer_name: str,
-        query: Tensor,
-        key: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
+        self, plan: SelectionPlan, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the block table and the lengths that a layer reads, by queries and keys as they are scored."""
+        """Return the block table and the lengths that a layer reads, by queries as they are scored."""
         if self._tables is None or self._tables[0] is not attn_metadata:
-            table = self.attention.block_table(attn_metadata)
-            self._tables = attn_metadata, step_tables(plan, table, self._kernel_buffers(table.device))
+            self._tables = attn_metadata, RestrictedTables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
-        if tables.missing is not None:
-            self._make(layer_name, kv_cache, tables.missing)
         made = self._representatives_of(layer_name, kv_cache)
-        for block_ids, fresh in tables.fresh:
-            made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
         if plan.top_p is not None:
             spared = (tables.seq_lens - lens).sum()
@@ -454,7 +434,7 @@ class BlockTopK(SparseMethod):
         for request_id, asked in batch.asked.items():
             self._steer(planner, request_id, asked)
         self._plan = planner.plan(batch, self._dense.keys())
-        self._completed = planner.completed(batch, self._dense.keys() | _made_for(self._plan))
+        self._missing = planner.missing(batch, self._dense.keys())
         if self._outcomes.tells:
             self._tell(planner, batch, self._plan)
 
@@ -490,14 +470,12 @@ class BlockTopK(SparseMethod):
             self._outcomes.exclude([request_id], OPTED_OUT)
             self._dense[request_id] = "it asks for it"
 
-    def _make(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
+    def _make_missing(self, missing: MissingBlocks, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> None:
         """Make the representatives of blocks from the cache."""
-        made = self._representatives_of(layer_name, kv_cache)
-        keys = self._keys_for_kernels(layer_name, kv_cache, block_ids.device)
-        if keys is None:
-            made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
-        else:
-            made.update_in_place(block_ids, keys)
+        if self._missing_ids is None or self._missing_ids[0] is not attn_metadata:
+            self._missing_ids = attn_metadata, missing.ids(self.attention.block_table(attn_metadata))
+        block_ids, made = self._missing_ids[1], self._representatives_of(layer_name, kv_cache)
+        made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
         self.counts["representatives"] += len(block_ids)
 
     def _representatives_of(self, layer_name: str, kv_cache: Tensor) -> KeyCodes:
@@ -506,26 +484,11 @@ class BlockTopK(SparseMethod):
         if found is None:
             import torch  # noqa: PLC0415 - vLLM brings it
 
-            device = kv_cache[0].device  # of one tensor, or of one for keys and one for values
-            keys = self._keys_for_kernels(layer_name, kv_cache, device)
-            if keys is None:
-                keys = self.attention.read_keys(layer_name, kv_cache, torch.zeros(1, dtype=torch.int64, device=device))
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            keys = self.attention.read_keys(layer_name, kv_cache, any_block)
             num_blocks = self.attention.num_blocks(layer_name, kv_cache)
-            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys[:1])
+            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys)
         return found
-
-    def _keys_for_kernels(self, layer_name: str, kv_cache: Tensor, device: Any) -> Tensor | None:
-        """Return all keys of a cache if a kernel can make representatives from them."""
-        if self._kernel_buffers(device) is None:
-            return None
-        keys = self.attention.keys_in_place(layer_name, kv_cache)
-        return keys if keys is not None and power_of_two(keys.shape[1]) == keys.shape[1] else None
-
-    def _kernel_buffers(self, device: Any) -> DeviceBuffers | None:
-        """Return the buffers of the kernels; None on a device without kernels."""
-        if not self._buffers_known:
-            self._buffers, self._buffers_known = buffers_for(device), True
-        return self._buffers
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:
@@ -542,12 +505,10 @@ class BlockTopK(SparseMethod):
     def _fail(self, request_ids: Sequence[str], layer_name: str, error: Exception) -> None:
         """Make these requests dense from now on, including this step's further layers; others stay sparse."""
         self._dense.update(dict.fromkeys(request_ids, "a step of it failed"))
-        planned = self._plan.request_ids if self._plan is not None else ()
-        for request_id in {*planned, *(of.request_id for of in self._completed)}:
-            if self._planner is not None:  # a later step makes what this one does not make in the remaining layers
+        if self._planner is not None and self._missing is not None:
+            for request_id in self._missing.request_ids:  # a later step makes what this one does not in further layers
                 self._planner.forget_made(request_id)
-        self._plan, self._completed = None, ()
-        self._buffers, self._buffers_known = None, False  # some of them may not be 0 where they must be
+        self._plan = self._missing = None
         self.counts["failures"] += 1
         self._outcomes.exclude(request_ids, failure_outcome(error))
         cause = f"{type(error).__name__}: {error}"
@@ -588,17 +549,6 @@ class BlockTopK(SparseMethod):
             return True
         number = re.search(r"\.(\d+)\.", layer_name)
         return number is not None and not self._options.dense_layers <= int(number[1]) < self._first_last
-
-
-def _made_for(plan: SelectionPlan | None) -> set[str]:
-    """Return the requests of which a step makes missing representatives; a later step makes what it completes.
-
-    So no step makes representatives both before and after a layer's attention.
-    """
-    if plan is None:
-        return set()
-    missing = (plan.missing[:, 1] > plan.missing[:, 0]).tolist()
-    return {request_id for request_id, some in zip(plan.request_ids, missing, strict=True) if some}
 
 
 def num_layers(vllm_config: Any) -> int | None:

@@ -1,26 +1,15 @@
-"""Choose the blocks that a step reads: how many, on the host by lengths; which ones, on the device by scores.
-
-`RestrictedTables` chooses with torch's operations. `StepOnDevice` does with Triton kernels: per layer two launches,
-whatever the number of requests. It serves steps in which each request is one row, the decode steps of all requests with
-the chunks of prompts beside them. Steps that compute several generated tokens of a request again, after a preemption,
-use `RestrictedTables` on every device, as do steps with a top-p, block sizes that are not a power of two, and devices
-other than NVIDIA's and AMD's. On a CPU, `RestrictedTables` is faster; there the kernels run only in Triton's
-interpreter. The kernels have been compiled for GPUs, but not run on one.
-"""
+"""Choose the blocks that a step reads: how many, on the host by lengths; which ones, on the device by scores."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucm.logger import get_logger
+from ucm.errors import SparseMethodError
 from ucm.sparse.blocks import QueryPieces
-from ucm.sparse.topk.ranking import ranked
+from ucm.sparse.topk.codes import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,9 +20,6 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.topk.codes import KeyCodes
-
-#: Triton's variable that interprets kernels, on any device.
-INTERPRET = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True)
@@ -81,90 +67,34 @@ class BlockBudget:
         return (self.sinks + self.recent + 1) * self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class FreshBlocks:
-    """Blocks of a request that tokens of the step complete; these tokens may or may not be in the cache yet.
+@dataclass(frozen=True, eq=False)
+class MissingBlocks:
+    """Blocks that were complete before a step and have no representatives yet.
 
     Attributes:
-        piece: The index of a piece of the request.
-        begin: The position of the first block.
-        end: The position after the last block.
-        written: The number of the request's tokens that are certainly in the cache.
-        token: The index of the next token among the step's tokens.
+        request_ids: The requests with such blocks.
+        rows: ``[n]``, int64: their rows in the step.
+        begins: ``[n]``, int64: the position of the first block of each.
+        ends: ``[n]``, int64: the position after its last.
     """
 
-    piece: int
-    begin: int
-    end: int
-    written: int
-    token: int
+    request_ids: list[str]
+    rows: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
 
+    def ids(self, block_table: Tensor) -> Tensor:
+        """Return the ids of the blocks, ``[blocks]``, int64, in one operation on the device.
 
-def with_new_keys(keys: Tensor, new: Tensor, fresh: FreshBlocks) -> Tensor:
-    """Return the keys of blocks that the step's tokens complete, whether or not these tokens are in the cache yet.
+        Args:
+            block_table: ``[num_reqs or more, max_blocks]``, int32.
+        """
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    Args:
-        keys: ``[blocks, block_size, num_kv_heads, head_size]``: the cache's content.
-        new: ``[num_tokens, num_kv_heads, head_size]``: the keys of the step's tokens.
-        fresh: The blocks.
-    """
-    flat = keys.flatten(0, 1).clone()
-    first = fresh.begin * keys.shape[1]
-    known = max(0, fresh.written - first)
-    start = fresh.token + first + known - fresh.written
-    flat[known:] = new[start : start + len(flat) - known].to(flat.dtype)
-    return flat.view_as(keys)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedBlocks:
-    """Blocks of a request that are complete after a step and have no representatives yet.
-
-    Attributes:
-        request_id: The request.
-        row: Its row in the step.
-        begin: The position of the first block.
-        end: The position after the last block.
-    """
-
-    request_id: str
-    row: int
-    begin: int
-    end: int
-
-
-def completed_ids(completed: Sequence[CompletedBlocks], block_table: Tensor) -> Tensor:
-    """Return the ids of completed blocks, ``[n]``, int64.
-
-    Args:
-        completed: At least one.
-        block_table: ``[num_reqs or more, max_blocks]``, int32.
-    """
-    found = blocks_between(
-        block_table,
-        np.array([of.row for of in completed], np.int64),
-        np.array([(of.begin, of.end) for of in completed], np.int64),
-    )
-    assert found is not None, "a completed range has blocks"  # noqa: S101 - for the type
-    return found
-
-
-def blocks_between(block_table: Tensor, rows: NDArray[np.int64], ranges: NDArray[np.int64]) -> Tensor | None:
-    """Return the ids of ranges of blocks, ``[n]``, int64, in one operation on the device; None if all are empty.
-
-    Args:
-        block_table: ``[num_reqs or more, max_blocks]``, int32.
-        rows: ``[ranges]``: the row of each range.
-        ranges: ``[ranges, 2]``: the first position of each, and the one after its last.
-    """
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    counts = ranges[:, 1] - ranges[:, 0]
-    if not counts.any():
-        return None
-    places = np.arange(counts.sum()) + np.repeat(ranges[:, 0] - (counts.cumsum() - counts), counts)
-    both = torch.from_numpy(np.stack((np.repeat(rows, counts), places))).to(block_table.device, non_blocking=True)
-    return block_table[both[0], both[1]].long()
+        counts = self.ends - self.begins
+        places = np.arange(counts.sum()) + np.repeat(self.begins - (counts.cumsum() - counts), counts)
+        both = torch.from_numpy(np.stack((self.rows.repeat(counts), places))).to(block_table.device, non_blocking=True)
+        return block_table[both[0], both[1]].long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +116,6 @@ class SelectionPlan:
             its whole budget.
         seq_lens: ``[pieces]``, int32: the number of tokens that each piece reads.
         dense_blocks: The largest number of blocks of a dense piece; 0 if there is none.
-        missing: ``[sparse, 2]``, int64: for each sparse row, the first and the end position of the blocks whose
-            representatives must be computed in this step.
-        fresh: The missing blocks that contain tokens of this step.
     """
 
     budget: BlockBudget
@@ -201,8 +128,6 @@ class SelectionPlan:
     top_p: NDArray[np.float64] | None
     seq_lens: NDArray[np.int32]
     dense_blocks: int
-    missing: NDArray[np.int64]
-    fresh: tuple[FreshBlocks, ...]
 
     @property
     def all_rows(self) -> bool:
@@ -221,7 +146,7 @@ class SelectionPlanner:
     """Plans steps, and tracks for each request up to which block its representatives are computed.
 
     As long as a request holds its blocks, they are its own, or shared and complete, so their representatives stay
-    valid. When it is admitted again or set back, they are computed again.
+    valid.
 
     Args:
         budget: What a decode reads.
@@ -253,7 +178,6 @@ class SelectionPlanner:
             excluded: Requests that stay dense.
         """
         budget = self.budget
-        self.set_back(batch)
         totals = self._totals(batch)
         dense_tokens = self._dense_tokens(totals)
         pieces = self._pieces(batch, dense_tokens)
@@ -270,9 +194,13 @@ class SelectionPlanner:
         lens[rows] -= (blocks - totals)[rows] * budget.block_size
         counts = pieces.ends - pieces.begins
         request_ids = tuple(batch.request_ids[row] for row in pieces.rows[rows].tolist())
-        missing = np.array(
-            [self._missing(of, end) for of, end in zip(request_ids, blocks[rows].tolist(), strict=True)], np.int64
-        )
+        known = batch.num_computed_tokens[pieces.rows] // budget.block_size
+        if (blocks - budget.recent > known)[rows].any():
+            raise SparseMethodError(
+                "a step computes more tokens of an answer than the last of them may choose blocks without",
+                where="the hook limit_new_tokens of the scheduler",
+                fix="build the overlay anew, and install it in every environment of the engine",
+            )
         dense = blocks[~sparse]
         return SelectionPlan(
             budget=budget,
@@ -285,29 +213,31 @@ class SelectionPlanner:
             top_p=self._top_p(request_ids),
             seq_lens=lens.astype(np.int32),
             dense_blocks=int(dense.max()) if len(dense) else 0,
-            missing=missing,
-            fresh=self._fresh(batch, pieces, rows, missing),
         )
 
-    def completed(self, batch: StepBatch, excluded: AbstractSet[str]) -> tuple[CompletedBlocks, ...]:
-        """Return the candidate blocks that this step completes, and record that they have representatives.
+    def missing(self, batch: StepBatch, excluded: AbstractSet[str]) -> MissingBlocks | None:
+        """Return the blocks whose representatives this step makes, and record that they have them.
 
-        The blocks of prompts that fit into the budget are left to the first step that chooses among them.
+        Those of a prompt that fits into the budget are left to the step that outgrows it. A request starts anew with
+        blocks that a step writes again, for instance because drafts were rejected, and with all when it is admitted.
 
         Args:
-            batch: A step that was planned.
+            batch: The step.
             excluded: Requests that stay dense.
         """
-        budget, found = self.budget, []
+        budget = self.budget
+        ends = batch.num_computed_tokens // budget.block_size
+        made = np.array([self._made.get(request_id, 0) for request_id in batch.request_ids], np.int64)
+        made = np.where(batch.admitted, 0, np.minimum(made, ends))
+        begins = np.maximum(made, budget.sinks)
         longest = np.maximum(batch.num_prompt_tokens, batch.seq_lens)
-        for row in np.flatnonzero(longest > self._dense_tokens(self._totals(batch))).tolist():
-            request_id = batch.request_ids[row]
-            begin = max(self._made.get(request_id, 0), budget.sinks)
-            end = int(batch.seq_lens[row]) // budget.block_size
-            if begin < end and request_id not in excluded:
-                found.append(CompletedBlocks(request_id, row, begin, end))
-                self._made[request_id] = end
-        return tuple(found)
+        wanted = (longest > self._dense_tokens(self._totals(batch))) & (begins < ends)
+        wanted &= np.array([request_id not in excluded for request_id in batch.request_ids], np.bool_)
+        self._made.update(zip(batch.request_ids, np.where(wanted, ends, made).tolist(), strict=True))
+        rows = np.flatnonzero(wanted)
+        if not len(rows):
+            return None
+        return MissingBlocks([batch.request_ids[row] for row in rows.tolist()], rows, begins[rows], ends[rows])
 
     def thresholds(self, request_id: str) -> tuple[int, int]:
         """Return a request's budget in tokens, without a share, and the largest context with which it is dense."""
@@ -350,22 +280,6 @@ class SelectionPlanner:
         bounds = zip(whole.begins.tolist(), whole.ends.tolist(), first.tolist(), strict=True)
         return whole.cut([range(max(begin + 1, first), end) for begin, end, first in bounds])
 
-    def _fresh(
-        self, batch: StepBatch, pieces: QueryPieces, rows: NDArray[np.int64], missing: NDArray[np.int64]
-    ) -> tuple[FreshBlocks, ...]:
-        """Return the missing blocks that tokens of this step complete."""
-        if pieces.whole:  # a decode chooses only among blocks that were complete before the step
-            return ()
-        found = []
-        starts = batch.num_new_tokens.cumsum() - batch.num_new_tokens
-        for piece, (begin, end) in zip(rows.tolist(), missing.tolist(), strict=True):
-            row = int(pieces.rows[piece])
-            written = int(batch.num_computed_tokens[row])
-            first = max(begin, written // self.budget.block_size)
-            if first < end:
-                found.append(FreshBlocks(piece, first, end, written, int(starts[row])))
-        return tuple(found)
-
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended."""
         self.forget_made(request_id)
@@ -374,24 +288,6 @@ class SelectionPlanner:
     def forget_made(self, request_id: str) -> None:
         """Forget the representatives of a request."""
         self._made.pop(request_id, None)
-
-    def set_back(self, batch: StepBatch) -> None:
-        """Forget the representatives of blocks that this step or a later one writes, or that came with an admission.
-
-        A step writes a block again whose drafts were rejected.
-        """
-        whole = np.where(batch.admitted, 0, batch.num_computed_tokens // self.budget.block_size)
-        for request_id, blocks in zip(batch.request_ids, whole.tolist(), strict=True):
-            if self._made.get(request_id, 0) > blocks:
-                self._made[request_id] = blocks
-
-    def _missing(self, request_id: str, blocks: int) -> tuple[int, int]:
-        """Return the range of candidate blocks without representatives, and record that they have them."""
-        end = blocks - self.budget.recent
-        begin = max(self._made.get(request_id, 0), self.budget.sinks)
-        end = max(begin, end)
-        self._made[request_id] = end
-        return begin, end
 
 
 class RestrictedTables:
@@ -437,10 +333,6 @@ class RestrictedTables:
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
         self.max_seq_len = int(plan.seq_lens.max())
-        #: ``[n]``, int64: the blocks whose representatives must be computed; None if there are none.
-        self.missing = blocks_between(whole, plan.rows, plan.missing)
-        #: Those of them that tokens of this step complete: their ids, ``[n]``, int64, and their description.
-        self.fresh = [(whole[of.piece, of.begin : of.end].long(), of) for of in plan.fresh]
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
@@ -507,7 +399,7 @@ def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
     say how much the values behind it matter.
 
     Args:
-        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.ranking.shares`; 0 for padding.
+        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.codes.shares_of`; 0 for padding.
         best: ``[rows, n]``, int64: the indices of the best of them, in descending order.
         top_p: ``[rows, 1]``, float64: the share, above 0; 1 or more asks for all ``n``.
 
@@ -517,145 +409,3 @@ def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
     needed = (shares.sum(-1, keepdim=True).double() * top_p).masked_fill(top_p >= 1, float("inf"))
     held = shares.gather(-1, best).cumsum(-1)
     return (held.double() < needed).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1) + 1
-
-
-class DeviceBuffers:
-    """The tensors that the kernels write; all layers and steps share them, and they only ever grow.
-
-    Args:
-        device: Where they are.
-    """
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Return a contiguous tensor; what a new one holds is 0.
-
-        Args:
-            name: The buffer.
-            shape: The tensor's shape.
-            dtype: Its dtype, always the same for a buffer.
-        """
-        import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-        size = int(np.prod(shape))
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < size:
-            room = 1 << max(size - 1, 0).bit_length()
-            kept = self._kept[name] = torch.zeros(room, dtype=dtype, device=self._device)
-        return kept[:size].view(shape)
-
-
-def buffers_for(device: Any) -> DeviceBuffers | None:
-    """Return buffers if the kernels run on a device, else None: they need more shared memory than NVIDIA's 7.x have."""
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    if os.environ.get(INTERPRET) == "1":
-        return DeviceBuffers(device)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not _has_triton():
-        return None
-    return DeviceBuffers(device)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Return whether Triton is installed; log once if it is not."""
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
-        get_logger(__name__).warning(
-            "[UCM.Sparse] blocks are selected with about 15 launches per layer instead of two, without Triton"
-        )
-    return found
-
-
-class StepOnDevice:
-    """The block tables of a plan, written by kernels.
-
-    Args:
-        plan: The plan; each of its pieces is a whole row.
-        block_table: See `RestrictedTables`.
-        buffers: The worker's buffers. They must not be used for another step before this one's kernels are launched.
-    """
-
-    def __init__(self, plan: SelectionPlan, block_table: Tensor, buffers: DeviceBuffers) -> None:
-        import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-        rows = len(plan.seq_lens)
-        self._budget, self._source, self._buffers, self._rows = plan.budget, block_table, buffers, rows
-        counts = plan.blocks - plan.budget.sinks - plan.budget.recent
-        self._most, self._candidates = int(counts.max()), int(counts.sum())
-        packed = np.zeros((5, rows), np.int32)
-        size = plan.budget.block_size
-        packed[0] = packed[1] = -(-plan.seq_lens // size)
-        packed[0, plan.rows], packed[1, plan.rows], packed[2, plan.rows] = plan.blocks, plan.totals, plan.tokens
-        packed[3, plan.rows] = counts.cumsum() - counts
-        packed[4] = plan.seq_lens
-        host = torch.from_numpy(packed)
-        if block_table.device.type == "cuda":
-            host = host.pin_memory()  # torch does not reuse its memory before the copy has ended
-        plan_and_lens = buffers.take("plan", packed.shape, torch.int32)
-        plan_and_lens.copy_(host, non_blocking=True)
-        self._plan, self.seq_lens = plan_and_lens, plan_and_lens[4]
-        self.max_seq_len = int(plan.seq_lens.max())
-        self.missing = blocks_between(block_table, plan.rows, plan.missing)
-        self.fresh: list[Any] = []  # every piece is a whole row
-        self.split = None
-        self.table = buffers.take("table", (rows, block_table.shape[1]), torch.int32)[:, : int(packed[1].max())]
-
-    def select(
-        self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return what a layer reads; the next layer overwrites it.
-
-        Args:
-            made: The layer's representatives.
-            query: ``[num_tokens, num_heads, head_size]``: the queries of the step.
-            sum_over_ranks: See `AttentionView.sum_over_ranks`.
-
-        Returns:
-            The block table, ``[rows, blocks]``, int32, and `seq_lens`; see `RestrictedTables.choose`.
-        """
-        import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
-
-        num_heads, head_size = query.shape[1:]
-        if query.stride()[1:] != (head_size, 1):
-            query = query.contiguous()
-        kernel = made.scoring_kernel(num_heads)
-        budget, rows, take = self._budget, self._rows, self._buffers.take
-        shares = take("shares", (self._candidates,), torch.int64)
-        scores = take("scores", (num_heads, self._candidates), torch.float32)
-        done = take("done", (rows, kernel.num_kv_heads), torch.int32)
-        ends = budget.sinks, budget.recent
-        kernel.function[rows, kernel.num_kv_heads, -(-self._most // kernels.CHUNK.value)](
-            *(query, *kernel.tensors, self._source, self._plan, scores, shares, done),
-            *(rows, *ends, made.num_blocks, self._candidates),
-            *(query.stride(0), self._source.stride(0), head_size**-0.5),
-            **kernel.constants,
-        )
-        summed = sum_over_ranks(shares)
-        if summed is not shares:
-            shares.copy_(summed)
-        kernels.choose[rows,](
-            *(self._source, self._plan, shares, self.table, rows, *ends, self._source.stride(0), self.table.stride(0))
-        )
-        return self.table, self.seq_lens
-
-
-def step_tables(
-    plan: SelectionPlan, block_table: Tensor, buffers: DeviceBuffers | None
-) -> RestrictedTables | StepOnDevice:
-    """Return the tables of a step, from kernels where these serve it.
-
-    Args:
-        plan: The plan.
-        block_table: See `RestrictedTables`.
-        buffers: From `buffers_for`.
-    """
-    size = plan.budget.block_size
-    if buffers is None or plan.top_p is not None or not plan.pieces.whole or size & (size - 1):
-        return RestrictedTables(plan, block_table)
-    return StepOnDevice(plan, block_table, buffers)

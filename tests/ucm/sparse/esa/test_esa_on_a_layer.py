@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -67,7 +67,7 @@ class Case:
         self.method = Tiles(real.config, Role.WORKER, options)
         self.method.attention = real.view
         self.method.worker_started()
-        self.method.reader.caches[NAME] = real.kv_cache  # as the step of its admission has left it
+        self.method.caches[NAME] = real.kv_cache  # as the step of its admission has left it
         released = tuple(BLOCKS[FIRST : FIRST + STORED])
         news = OffloadedNews(owner_name(), "", (), (Released("0", 0, FIRST, released, tuple(resident)),))
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=news))
@@ -84,13 +84,15 @@ class Case:
         self._write(before)
         query = self.draw(1, HEADS)
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=None))
-        self.method.reader.begin(step(("0", before, 1, TOKENS)))
+        view: Any = self.method.attention
+        view.batch = lambda *_: step(("0", before, 1, TOKENS))
+        self.method.execute_begin(None, None, None)
         dense = self.real.metadata([BLOCKS], [len(self.keys)], [1])
         key, value = self.keys[before:], self.values[before:]
         used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
         output = self.real.attend(query, used)
         self.method.execute_finished(None, None, None)
-        holds = self.method.reader._offloaded["0"].layers[NAME]._holds
+        holds = self.method._offloaded["0"].layers[NAME]._holds
         content = dict(zip(self.resident, holds, strict=False))
         held = used.block_table[0, : -(-int(used.seq_lens[0]) // SIZE)].tolist()
         places = [(content.get(block), block) for block in held]
@@ -111,7 +113,7 @@ class Case:
 
     def saved(self) -> None:
         """Wait until the store has the released blocks, so that none of them is in host memory."""
-        store = self.method.reader._opened
+        store = self.method._opened
         for saving in store._saving:
             saving.task.wait()
         store.settle()
@@ -140,7 +142,7 @@ def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path) 
 def test_blocks_from_memory_are_read_where_they_were_loaded(real: RealLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_memory() as root:
         case = Case(real, root / "store", [3, 20], 2, "Dram")
-        opened, in_place = case.method.reader._opened, []
+        opened, in_place = case.method._opened, []
         wait = opened.wait
 
         def waited(fetch: Fetch) -> list[int]:
@@ -164,7 +166,7 @@ def two_are_read(case: Case) -> None:
         seen.update(offloaded)
         assert set(places) - set(offloaded) == {0, *range(case.offloaded.stop, -(-len(case.keys) // SIZE))}
     assert len(seen) > 2, "queries that differ want different blocks"
-    assert case.method.reader._opened.counts["loaded"] > 0
+    assert case.method._opened.counts["loaded"] > 0
 
 
 def test_a_token_that_a_query_looks_for_is_read(

@@ -93,7 +93,7 @@ def start_beside_a_frozen_directory(
         except ConfigError as error:
             ended.append(error)
         else:
-            ended.append(method.reader)
+            ended.append(method)
 
     clock.thread(start, "start").start()
     clock.advance(60)

@@ -63,8 +63,8 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
     setting = ENGINES[name]
     engine = Engine(setting, tmp_path, random.Random(name))  # noqa: S311 - no secret
     run(engine)
-    counts = engine.worker.reader.counts
-    print(name, dict(engine.happened), engine.worker.reader.summary(), dict(engine.held))
+    counts = engine.worker.counts
+    print(name, dict(engine.happened), engine.worker.summary(), dict(engine.held))
     assert len(engine.answers) > 8
     assert (counts["copied_out"] == 0) == (name == "all fits")
     assert (engine.device.left_out == 0) == name.startswith("all")
@@ -185,7 +185,7 @@ def test_what_a_request_holds_is_flat_from_its_answer_on(tmp_path: Path) -> None
     engine.drain()
     most = 1 + 16 // BLOCK + (10 + TILE + engine.setting.budget) // BLOCK + 3
     assert engine.held[4] <= most
-    assert engine.worker.reader.counts["copied_out"] > 100
+    assert engine.worker.counts["copied_out"] > 100
 
 
 def test_what_was_found_in_the_cache_is_copied_out_in_portions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_store_that_goes_away_has_requests_computed_anew(tmp_path: Path) -> No
     before = engine.happened["preemptions"]
     engine.root.rename(tmp_path / "gone")  # at once: it is being written into
     engine.drain()
-    counts = engine.worker.reader._opened.counts
+    counts = engine.worker._opened.counts
     print(counts, engine.happened)
     assert len(engine.answers) == 4
     assert counts["lost"] > 0

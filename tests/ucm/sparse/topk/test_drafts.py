@@ -115,10 +115,9 @@ def test_a_step_is_dense_and_a_draft_step_reads_its_budget() -> None:
 
 def test_drafts_read_what_the_first_one_chose_until_a_block_begins() -> None:
     worker = Worker()
-    worker.step(step(("a", 0, 29, 29)), [ROW])
+    worker.step(step(("a", 28, 1, 28)), [ROW])
     (made,) = worker.method._representatives.values()
     scored = patch.object(made, "shares", wraps=made.shares).start()
-    worker.step(step(("a", 28, 1, 28)), [ROW])
     assert worker.chosen([[5]], 30) == {0: 3}
     found = [worker.draft([ROW], {0: place}) for place in (29, 30, 31)]
     assert len({str(of.block_table.tolist()) for of in found}) == 1
@@ -142,18 +141,19 @@ def test_drafts_of_some_rows_of_a_step() -> None:
 
 
 def test_a_block_that_drafts_have_filled_is_summarised_again() -> None:
-    """Two drafts fill block 7, a third reads it; the next step verifies one, and fills it in its turn."""
+    """Two drafts fill block 7, a third reads it; the next step verifies one, and drafts fill it once more."""
     worker = Worker()
-    worker.step(step(("a", 0, 30, 30)), [ROW])
+    worker.step(step(("a", 12, 18, 30)), [ROW])
     made = worker.view.reads[LAYER]
     before = len(made)
     for place in (30, 31, 32):
         worker.draft([ROW], {0: place})
-    assert made[before:] == [ROW[7]]
+    assert made[before:] == [*ROW[3:7], ROW[7]]
     worker.step(step(("a", 30, 4, 30)), [ROW], a=3)
-    assert made[before + 1 :] == [ROW[7]]
+    assert made[before + 5 :] == []
     worker.step(step(("a", 31, 1, 30)), [ROW])
-    assert made[before + 2 :] == [ROW[7]]
+    worker.draft([ROW], {0: 32})
+    assert made[before + 5 :] == [ROW[7]]
 
 
 def test_who_is_drafted() -> None:

@@ -9,8 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 import torch
 
 from ucm.sparse.topk import codes
-from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.ranking import WHOLE, ranked, shares
+from ucm.sparse.topk.codes import WHOLE, KeyCodes, ranked, shares_of
 
 BLOCKS, SIZE, KV_HEADS, HEAD = 9, 4, 2, 8
 
@@ -75,13 +74,13 @@ def test_rows_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     for of in (None, hidden):
         scored.clear()
         found = made.shares(query, ids, of)
-        torch.testing.assert_close(found / WHOLE, shares(scores(query, ids), of) / WHOLE)
+        torch.testing.assert_close(found / WHOLE, shares_of(scores(query, ids), of) / WHOLE)
         assert scored == [2, 2, 1]
 
 
 def test_shares_are_those_of_a_softmax_per_head() -> None:
     scores = torch.randn((KV_HEADS, 2, 3, 5), generator=torch.Generator().manual_seed(3))
-    found = shares(scores, None)
+    found = shares_of(scores, None)
     assert found.shape == (2, 5)
     assert found.dtype == torch.int64
     torch.testing.assert_close((found / WHOLE).sum(-1), torch.full((2,), 6.0))
@@ -93,7 +92,9 @@ def test_what_is_chosen_does_not_depend_on_how_heads_are_spread_over_ranks() -> 
     """Bit-identical, although sums of floating-point numbers depend on their order."""
     scores = torch.randn((8, 3, 4, 700), generator=torch.Generator().manual_seed(6))
     for ranks in (2, 4, 8):
-        assert torch.equal(torch.stack([shares(of, None) for of in scores.chunk(ranks)]).sum(0), shares(scores, None))
+        assert torch.equal(
+            torch.stack([shares_of(of, None) for of in scores.chunk(ranks)]).sum(0), shares_of(scores, None)
+        )
     assert len(set(ranked(torch.zeros(1, 700, dtype=torch.int64))[0].tolist())) == 700
 
 
@@ -104,13 +105,13 @@ def test_a_head_that_seeks_one_block_is_not_drowned_by_heads_that_seek_none() ->
     scores[0, 0, 1] = torch.tensor([39.9, 40.0, 39.8, 39.0])
     scores[0, 0, 2] = torch.tensor([0.0, 0.0, 0.0, 1.5])
     assert scores.sum((0, 2))[0].argmax() != 3
-    assert shares(scores, None)[0].argmax() == 3
+    assert shares_of(scores, None)[0].argmax() == 3
 
 
 def test_what_is_hidden_has_no_share() -> None:
     scores = torch.randn((KV_HEADS, 2, 3, 5), generator=torch.Generator().manual_seed(4))
     hidden = torch.tensor([[False] * 5, [False, False, False, True, True]])
-    found = shares(scores, hidden)
+    found = shares_of(scores, hidden)
     assert found[1, 3:].tolist() == [0, 0]
-    torch.testing.assert_close(found[1, :3], shares(scores[..., :3], None)[1], rtol=0, atol=WHOLE >> 20)
-    assert torch.equal(found[0], shares(scores, None)[0])
+    torch.testing.assert_close(found[1, :3], shares_of(scores[..., :3], None)[1], rtol=0, atol=WHOLE >> 20)
+    assert torch.equal(found[0], shares_of(scores, None)[0])

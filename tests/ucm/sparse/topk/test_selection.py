@@ -13,14 +13,14 @@ import torch
 
 from tests.ucm.sparse.fake_view import metadata
 from tests.ucm.sparse.steps import step
+from ucm.errors import SparseMethodError
 from ucm.sparse.topk.selection import (
     BlockBudget,
-    CompletedBlocks,
+    MissingBlocks,
     RestrictedTables,
     SelectionPlan,
     SelectionPlanner,
     blocks_for_mass,
-    completed_ids,
 )
 
 #: Blocks of 4 tokens: 1 sink, 2 recent (one whole, one with the newest token), 2 to choose.
@@ -76,51 +76,61 @@ def test_excluded_rows_are_dense() -> None:
     assert plan_of(SelectionPlanner(BUDGET), ("a", 25, 1, 8), excluded={"a"}) is None
 
 
-def missing(plan: SelectionPlan | None) -> list[tuple[int, int]]:
-    assert plan is not None
-    return [(begin, end) for begin, end in plan.missing.tolist() if end > begin]
+def missing(planner: SelectionPlanner, *rows: Any, admitted: Any = ()) -> list[tuple[str, int, int, int]]:
+    """Requests, rows, and ranges of blocks."""
+    found = planner.missing(step(*rows, admitted=admitted), {"dense"})
+    if found is None:
+        return []
+    return list(zip(found.request_ids, *(of.tolist() for of in (found.rows, found.begins, found.ends)), strict=True))
 
 
-def test_a_block_gets_its_representative_once_and_when_it_is_no_longer_recent() -> None:
+def test_a_block_gets_its_representative_once_and_before_the_first_step_that_follows_it() -> None:
+    """Except blocks of sinks, of prompts that fit, and of dense requests."""
     planner = SelectionPlanner(BUDGET)
-    assert missing(plan_of(planner, ("a", 24, 1, 8))) == [(1, 5)]
-    for computed in (25, 26, 27):
-        assert missing(plan_of(planner, ("a", computed, 1, 8))) == []
-    assert missing(plan_of(planner, ("a", 28, 1, 8))) == [(5, 6)]
+    first = ("fits", 0, 20, 20), ("long", 9, 6, 40), ("dense", 20, 20, 60)
+    assert missing(planner, *first, admitted=["long"]) == [("long", 1, 1, 2)]
+    assert missing(planner, ("long", 15, 6, 40), ("fits", 20, 1, 20)) == [("long", 0, 2, 3), ("fits", 1, 1, 5)]
+    assert missing(planner, ("long", 21, 19, 40)) == [("long", 0, 3, 5)]
+    assert missing(planner, ("long", 40, 1, 40)) == [("long", 0, 5, 10)]
+    assert missing(planner, ("long", 43, 1, 40)) == []
+    assert missing(planner, ("long", 44, 1, 40)) == [("long", 0, 10, 11)]
 
 
 def test_admitted_anew_a_request_starts_again() -> None:
     planner = SelectionPlanner(BUDGET)
-    plan_of(planner, ("a", 24, 1, 8))
-    assert plan_of(planner, ("a", 16, 9, 25), admitted=["a"]) is None
-    assert missing(plan_of(planner, ("a", 25, 1, 8))) == [(1, 5)]
-    assert missing(plan_of(planner, ("a", 26, 1, 8), admitted=["a"])) == [(1, 5)]
+    assert missing(planner, ("a", 24, 1, 8)) == [("a", 0, 1, 6)]
+    assert missing(planner, ("a", 16, 9, 25), admitted=["a"]) == [("a", 0, 1, 4)]
+    assert missing(planner, ("a", 0, 9, 8), admitted=["a"]) == []
+    assert missing(planner, ("a", 26, 1, 8)) == [("a", 0, 1, 6)]
 
 
 def test_set_back_it_starts_again_where_it_is_computed_anew() -> None:
     planner = SelectionPlanner(BUDGET)
-    plan_of(planner, ("a", 40, 1, 8))
-    assert plan_of(planner, ("a", 13, 28, 41)) is None
-    assert missing(plan_of(planner, ("a", 41, 1, 8))) == [(3, 9)]
+    missing(planner, ("a", 40, 1, 8))
+    assert missing(planner, ("a", 13, 28, 41)) == []
+    assert missing(planner, ("a", 41, 1, 8)) == [("a", 0, 3, 10)]
 
 
-def test_a_block_whose_drafts_were_rejected_gets_its_representative_anew() -> None:
-    """A step verifies seven drafts, which fill a block, and only the first of them is right."""
+def test_a_block_whose_drafts_were_rejected_gets_its_representative_when_it_is_full() -> None:
+    """A step verifies four drafts, which fill a block, and only the first of them is right."""
     planner = SelectionPlanner(BUDGET)
-    drafted = step(("a", 37, 8, 8))
-    assert planner.plan(drafted, set()) is not None
-    assert [(of.begin, of.end) for of in planner.completed(drafted, set())] == [(10, 11)]
-    after = step(("a", 39, 1, 8))
-    assert planner.plan(after, set()) is not None
-    assert [(of.begin, of.end) for of in planner.completed(after, set())] == [(9, 10)]
+    assert missing(planner, ("a", 37, 5, 8)) == [("a", 0, 1, 9)]
+    assert missing(planner, ("a", 39, 5, 8)) == []
+    assert missing(planner, ("a", 44, 1, 8)) == [("a", 0, 9, 11)]
 
 
 def test_an_ended_request_is_forgotten() -> None:
     planner = SelectionPlanner(BUDGET)
-    plan_of(planner, ("a", 24, 1, 8))
+    missing(planner, ("a", 24, 1, 8))
     planner.forget("a")
     planner.forget("never seen")
-    assert missing(plan_of(planner, ("a", 24, 1, 8))) == [(1, 5)]
+    assert missing(planner, ("a", 24, 1, 8)) == [("a", 0, 1, 6)]
+
+
+def test_ids_of_missing_blocks() -> None:
+    table = torch.tensor([[3, 4, 5, 0], [9, 8, 7, 6]], dtype=torch.int32)
+    ids = MissingBlocks(["a", "b"], np.array([1, 0]), np.array([1, 2]), np.array([3, 3])).ids(table)
+    assert (ids.tolist(), ids.dtype) == ([8, 7, 5], torch.int64)
 
 
 def tables_of(rows: list[Any], blocks: list[list[int]], width: int | None = None) -> RestrictedTables:
@@ -133,8 +143,6 @@ def tables_of(rows: list[Any], blocks: list[list[int]], width: int | None = None
 def test_a_table_has_sinks_the_best_and_the_recent_blocks_in_order() -> None:
     tables = tables_of([("a", 30, 1, 8)], [[10, 11, 12, 13, 14, 15, 16, 17]])
     assert tables.candidates.tolist() == [[11, 12, 13, 14, 15]]
-    assert tables.missing is not None
-    assert tables.missing.tolist() == [11, 12, 13, 14, 15]
     assert tables.choose(torch.tensor([[1, 9, 2, 3, 8]]))[0].tolist() == [[10, 12, 15, 16, 17]]
     assert tables.choose(torch.tensor([[50, 9, 40, 3, 8]]))[0].tolist() == [[10, 11, 13, 16, 17]]
     assert tables.seq_lens.tolist() == [19]
@@ -156,34 +164,36 @@ def test_of_blocks_that_are_wanted_alike_the_later_ones_are_read() -> None:
 
 
 def test_generated_tokens_that_are_computed_at_once_each_choose_for_themselves() -> None:
-    """As after a preemption: the prompt and short contexts are dense; blocks that the step completes can be chosen."""
-    rows = [("a", 30, 1, 8), ("back", 6, 23, 14)]
+    """As after a preemption; short contexts are dense."""
+    rows = [("a", 30, 1, 8), ("back", 18, 5, 14)]
     batch = step(*rows)
     plan = SelectionPlanner(BUDGET).plan(batch, set())
     assert plan is not None
     tables = RestrictedTables(plan, metadata(batch, [list(range(10, 18)), list(range(20, 28))]).block_table)
     assert list(zip(plan.pieces.rows, plan.pieces.begins, plan.pieces.ends, strict=True)) == [
         (0, 30, 31),
-        (1, 6, 20),
-        *((1, position, position + 1) for position in range(20, 29)),
+        (1, 18, 20),
+        *((1, position, position + 1) for position in range(20, 23)),
     ]
-    assert plan.rows.tolist() == [0, *range(2, 11)]
-    assert plan.tokens.tolist() == [0, *range(15, 24)]
-    assert plan.request_ids == ("a", *["back"] * 9)
-    assert missing(plan) == [(1, 6), (1, 4), (4, 5), (5, 6)]
-    assert [(of.begin, of.end, of.written, of.token) for of in plan.fresh] == [
-        (1, 4, 6, 1),
-        (4, 5, 6, 1),
-        (5, 6, 6, 1),
-    ]
+    assert plan.rows.tolist() == [0, *range(2, 5)]
+    assert plan.tokens.tolist() == [0, *range(3, 6)]
+    assert plan.request_ids == ("a", *["back"] * 3)
     assert tables.split is not None
-    assert tables.split.starts.tolist() == [0, 1, *range(15, 25)]
-    assert tables.split.longest == 14
-    found = tables.choose(torch.zeros(10, 5, dtype=torch.int64))[0]
+    assert tables.split.starts.tolist() == [0, 1, *range(3, 7)]
+    assert tables.split.longest == 2
+    found = tables.choose(torch.zeros(4, 5, dtype=torch.int64))[0]
     assert found[1].tolist()[:5] == [20, 21, 22, 23, 24]
     assert found[2].tolist()[:5] == [20, 22, 23, 24, 25]
-    assert found[-1].tolist()[:5] == [20, 24, 25, 26, 27]
     assert tables.seq_lens.tolist()[1:4] == [20, 17, 18]
+
+
+def test_no_token_chooses_among_blocks_that_its_own_step_completes() -> None:
+    """The scheduler's side sees to it; a step of which it was not told is no dense one."""
+    planner = SelectionPlanner(BUDGET)
+    assert planner.plan(step(("a", 19, 5, 8)), set()) is not None
+    with pytest.raises(SparseMethodError, match="more tokens of an answer") as caught:
+        planner.plan(step(("a", 19, 6, 8)), set())
+    assert "limit_new_tokens" in caught.value.where
 
 
 def test_dense_rows_keep_their_whole_row_and_rows_of_a_graph_are_left_out() -> None:
@@ -227,42 +237,15 @@ def test_a_plan_of_random_steps_reads_what_it_says() -> None:
             assert len(read) == min(5, len(blocks[row]))
 
 
-def test_blocks_are_completed_by_the_step_that_fills_them_up() -> None:
-    """Except blocks of sinks, of prompts that fit, and of dense requests; each block once."""
-    planner = SelectionPlanner(BUDGET)
-
-    def completed(*rows: Any, admitted: Any = ()) -> list[tuple[str, int, int, int]]:
-        batch = step(*rows, admitted=admitted)
-        planner.plan(batch, {"dense"})
-        return [(of.request_id, of.row, of.begin, of.end) for of in planner.completed(batch, {"dense"})]
-
-    assert completed(("fits", 0, 20, 20), ("long", 9, 6, 40), ("dense", 0, 40, 60), admitted=["long"]) == [
-        ("long", 1, 1, 3)
-    ]
-    assert completed(("long", 15, 6, 40), ("fits", 20, 1, 20)) == [("long", 0, 3, 5), ("fits", 1, 4, 5)]
-    assert completed(("long", 21, 19, 40)) == [("long", 0, 5, 10)]
-    assert completed(("long", 40, 1, 40)) == []
-    assert completed(("long", 43, 1, 40)) == [("long", 0, 10, 11)]
-    # Set back, and admitted with other blocks: the following blocks are computed again.
-    assert completed(("long", 22, 10, 40)) == [("long", 0, 5, 8)]
-    assert completed(("long", 32, 2, 40), admitted=["long"]) == [("long", 0, 1, 8)]
-
-
-def test_ids_of_completed_blocks() -> None:
-    table = torch.tensor([[3, 4, 5, 0], [9, 8, 7, 6]], dtype=torch.int32)
-    ids = completed_ids([CompletedBlocks("a", 1, 1, 3), CompletedBlocks("b", 0, 2, 3)], table)
-    assert (ids.tolist(), ids.dtype) == ([8, 7, 5], torch.int64)
-
-
 def test_below_the_least_context_all_is_dense() -> None:
     """By a token's position alone, even if several are computed at once."""
     planner = SelectionPlanner(BUDGET, min_context=31)
     assert plan_of(planner, ("a", 29, 1, 8)) is None
-    assert not planner.completed(step(("a", 29, 1, 8)), set())
+    assert missing(planner, ("a", 29, 1, 8)) == []
     plan = plan_of(planner, ("a", 30, 1, 8), ("short", 25, 1, 4))
     assert plan is not None
     assert plan.rows.tolist() == [0]
-    plan = plan_of(SelectionPlanner(BUDGET, min_context=31), ("back", 6, 27, 14))
+    plan = plan_of(SelectionPlanner(BUDGET, min_context=31), ("back", 28, 5, 14))
     assert plan is not None
     assert plan.pieces.ends[plan.rows].tolist() == [31, 32, 33]
     assert plan_of(SelectionPlanner(BUDGET, min_context=5), ("a", 19, 1, 8)) is None, "the budget holds as well"
@@ -276,7 +259,7 @@ def test_a_request_that_could_leave_out_too_little_is_dense() -> None:
     plan = plan_of(planner, *rows)
     assert plan is not None
     assert plan.request_ids == ("enough",)
-    assert [of.request_id for of in planner.completed(step(*rows), set())] == ["enough"]
+    assert [request_id for request_id, *_ in missing(planner, *rows)] == ["enough"]
     plan = plan_of(planner, ("own", 33, 1, 8))
     assert plan is not None
     assert plan.totals.tolist() == [6]
@@ -291,7 +274,7 @@ def test_a_request_may_have_a_budget_of_its_own() -> None:
     assert plan is not None
     assert (plan.rows.tolist(), plan.totals.tolist()) == ([1, 2], [4, 5])
     assert plan.seq_lens.tolist() == [26, 14, 18, 18]
-    assert [of.request_id for of in planner.completed(step(*rows), set())] == ["b", "c"]
+    assert [request_id for request_id, *_ in missing(planner, *rows)] == ["b", "c"]
     planner.forget("b")
     plan = plan_of(planner, *rows)
     assert plan is not None
@@ -346,11 +329,11 @@ def test_a_share_of_the_context_is_read_where_it_is_more() -> None:
 def test_a_share_depends_on_the_position_alone() -> None:
     """Tokens that a step computes again after a preemption read what each read before."""
     budget = BlockBudget(4, 1, 2, 5, share=0.5)
-    again = plan_of(SelectionPlanner(budget), ("a", 30, 40, 20))
-    assert again is not None
+    again = [plan_of(SelectionPlanner(budget), ("a", 30 + 5 * number, 5, 20)) for number in range(8)]
     each = [plan_of(SelectionPlanner(budget), ("a", 30 + number, 1, 20)) for number in range(40)]
-    assert again.totals.tolist() == [int(plan.totals[0]) for plan in each if plan is not None]
-    assert len(set(again.totals.tolist())) > 1
+    totals = [total for plan in again if plan is not None for total in plan.totals.tolist()]
+    assert totals == [int(plan.totals[0]) for plan in each if plan is not None]
+    assert len(set(totals)) > 1
 
 
 SHARES = [[50, 30, 10, 6, 4], [20, 20, 20, 20, 20], [0, 0, 0, 0, 0]]

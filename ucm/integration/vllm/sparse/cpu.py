@@ -18,11 +18,9 @@ from ucm.integration.vllm.sparse import paged
 from ucm.sparse.attention import HeadLayout, attend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from ucm.sparse.attention import QuerySplit, Span
+    from ucm.sparse.attention import QuerySplit
 
 IMPLEMENTATION = "CPUAttentionBackendImpl"
 #: The number of dimensions of a cache with keys and values as halves of each head; up to 0.22.1 they are planes.
@@ -131,35 +129,19 @@ class CpuBackend:
         return keys, values
 
     def attend(
-        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, count: int, *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Compute attention over a run of keys."""
-        keys, values = (of.flatten(0, 1)[:count] for of in (keys, values))
-        return attend(query, keys, values, layer.impl.scale, causal=causal)
-
-    def attend_window(
         self,
         layer: Any,
         query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        spans: Sequence[Span],
-        window: int,
+        keys: Tensor,
+        values: Tensor,
+        count: int,
+        *,
+        causal: bool,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention over the last keys, one request after the other."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        size = self.block_size(layer, kv_cache)
-        begin, found = 0, []
-        for row, span in enumerate(spans):
-            first = max(0, span.keys - span.queries - window + 1) // size
-            keys, values = self.read(layer, kv_cache, block_table[row, first : -(-span.keys // size)])
-            keys, values = (of.flatten(0, 1)[: span.keys - first * size] for of in (keys, values))
-            part = query[begin : begin + span.queries]
-            found.append(attend(part, keys, values, layer.impl.scale, causal=True, window=window))
-            begin += span.queries
-        outputs, sums = zip(*found, strict=True)
-        return torch.cat(outputs), torch.cat(sums)
+        """Compute attention over a run of keys."""
+        keys, values = (of.flatten(0, 1)[:count] for of in (keys, values))
+        return attend(query, keys, values, layer.impl.scale, causal=causal, window=window)
 
     def require_write(self, layer: Any) -> None:
         """Accept any layer: vLLM's function writes any tokens."""

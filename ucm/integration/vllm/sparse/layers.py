@@ -89,7 +89,7 @@ class Rotaries:
                 table = module.cos_sin_cache
                 frequencies = _frequencies(module, table, f"layer {layer_name}")
                 applied = _as_applied(module, table, self._config)
-                self._by_module[id(module)] = Rotary(applied, frequencies, module.is_neox_style)
+                self._by_module[id(module)] = Rotary(applied, module.is_neox_style, frequencies)
             found = self._by_layer[layer_name] = self._by_module[id(module)]
         return found
 
@@ -205,6 +205,38 @@ class PartsBackend(Backend, PartsOf[Any], Protocol):
         ...
 
 
+def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
+    """Return the requests of a step, in the order of the rows of its metadata.
+
+    Args:
+        runner: vLLM's model runner, V1 or V2.
+        scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+        input_batch: The runner's persistent batch (V1), or the step's batch (V2).
+    """
+    request_ids = list(input_batch.req_ids)
+    rows = batch_rows(input_batch)
+    if rows is None:
+        computed = input_batch.num_computed_tokens_cpu[: len(request_ids)]
+        prompt = input_batch.num_prompt_tokens[: len(request_ids)]
+    else:
+        known = computed_tokens(scheduler_output)
+        computed = [known[i] for i in request_ids]
+        prompt = prompt_lengths(runner)[np.asarray(rows[: len(request_ids)])]
+    admitted = {request_id for request_id, _, _ in admitted_requests(scheduler_output)}
+    return StepBatch(
+        request_ids,
+        np.array([scheduler_output.num_scheduled_tokens[i] for i in request_ids], np.int64),
+        np.array(computed, np.int64),
+        np.array(prompt, np.int64),
+        np.array([i in admitted for i in request_ids], np.bool_),
+        {
+            data.req_id: asked
+            for data in scheduler_output.scheduled_new_reqs
+            if (asked := asked_of(data.sampling_params)) is not None
+        },
+    )
+
+
 def _of_backend(
     method: Callable[Concatenate[Any, Any, P], Result],
 ) -> Callable[Concatenate[AttentionLayers, str, P], Result]:
@@ -246,9 +278,7 @@ class AttentionLayers:
         self._reads_keys: set[str] = set()
         self._rotaries: Rotaries | None = None
 
-    def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
-        """See `AttentionView.batch`."""
-        return step_batch(runner, scheduler_output, input_batch)
+    batch = staticmethod(step_batch)
 
     @property
     def ranks(self) -> int:
@@ -299,7 +329,6 @@ class AttentionLayers:
     head_layout = _of_backend(PartsBackend.head_layout)
     read = _of_backend(PartsBackend.read)
     attend = _of_backend(PartsBackend.attend)
-    attend_window = _of_backend(PartsBackend.attend_window)
     require_write = _of_backend(PartsBackend.require_write)
     write = _of_backend(PartsBackend.write)
     _require_parts = _of_backend(PartsBackend.require_parts)
@@ -408,35 +437,3 @@ class RawBlocks:
             import torch  # noqa: PLC0415 - vLLM brings it
 
             getattr(torch, self._memory.device.type).current_stream().synchronize()
-
-
-def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
-    """Return the requests of a step, in the order of the rows of its metadata.
-
-    Args:
-        runner: vLLM's model runner, V1 or V2.
-        scheduler_output: vLLM's ``SchedulerOutput`` of the step.
-        input_batch: The runner's persistent batch (V1), or the step's batch (V2).
-    """
-    request_ids = list(input_batch.req_ids)
-    rows = batch_rows(input_batch)
-    if rows is None:
-        computed = input_batch.num_computed_tokens_cpu[: len(request_ids)]
-        prompt = input_batch.num_prompt_tokens[: len(request_ids)]
-    else:
-        known = computed_tokens(scheduler_output)
-        computed = [known[i] for i in request_ids]
-        prompt = prompt_lengths(runner)[np.asarray(rows[: len(request_ids)])]
-    admitted = {request_id for request_id, _, _ in admitted_requests(scheduler_output)}
-    return StepBatch(
-        request_ids,
-        np.array([scheduler_output.num_scheduled_tokens[i] for i in request_ids], np.int64),
-        np.array(computed, np.int64),
-        np.array(prompt, np.int64),
-        np.array([i in admitted for i in request_ids], np.bool_),
-        {
-            data.req_id: asked
-            for data in scheduler_output.scheduled_new_reqs
-            if (asked := asked_of(data.sampling_params)) is not None
-        },
-    )

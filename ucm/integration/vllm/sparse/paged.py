@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import choose_backend, optional
 from ucm.errors import SparseMethodError
-from ucm.sparse.attention import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,27 +130,39 @@ class PagedBackend:
         getattr(layer.impl, WRITE)(layer, keys, values, kv_cache, slots)
 
     def attend(
-        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, count: int, *, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Compute attention over a run of keys; the blocks serve as a cache."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        table = torch.arange(keys.shape[0], dtype=torch.int32, device=query.device)[None]
-        spans = [Span(len(query), count)]
-        return _flash(layer, query, keys, values, table, spans, causal=causal, window_size=[-1, -1])
-
-    def attend_window(
         self,
         layer: Any,
         query: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        spans: Sequence[Span],
-        window: int,
+        keys: Tensor,
+        values: Tensor,
+        count: int,
+        *,
+        causal: bool,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention over the last keys, on the cache itself."""
-        keys, values = self._planes(layer, kv_cache)
-        return _flash(layer, query, keys, values, block_table, spans, causal=True, window_size=[window - 1, 0])
+        """Compute attention over a run of keys; the blocks serve as FlashAttention's cache.
+
+        Its causal mask and window align the last query with the last key.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        device = query.device
+        output, sums = _flash_attention(layer)(
+            q=query.contiguous(),
+            k=keys,
+            v=values,
+            cu_seqlens_q=torch.tensor([0, len(query)], dtype=torch.int32).to(device, non_blocking=True),
+            max_seqlen_q=len(query),
+            seqused_k=torch.tensor([count], dtype=torch.int32).to(device, non_blocking=True),
+            max_seqlen_k=count,
+            softmax_scale=layer.impl.scale,
+            causal=causal,
+            window_size=[-1, -1] if window is None else [window - 1, 0],
+            block_table=torch.arange(keys.shape[0], dtype=torch.int32, device=device)[None],
+            return_softmax_lse=True,
+            fa_version=layer.impl.vllm_flash_attn_version,
+        )
+        return output, sums.t()
 
     def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
@@ -176,40 +186,6 @@ def _flash_attention(layer: Any) -> Any:
     """Return FlashAttention's function from the implementation's own module; None for other implementations."""
     impl = type(layer.impl)
     return optional(sys.modules[impl.__module__], FLASH) if impl.__name__ == IMPLEMENTATIONS[0] else None
-
-
-def _flash(
-    layer: Any,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    spans: Sequence[Span],
-    *,
-    causal: bool,
-    window_size: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Call FlashAttention on blocks; its causal mask and window align the last query with the last key."""
-    import torch  # noqa: PLC0415 - vLLM brings it
-
-    starts = torch.tensor([0, *accumulate(span.queries for span in spans)], dtype=torch.int32)
-    lens = torch.tensor([span.keys for span in spans], dtype=torch.int32)
-    output, sums = _flash_attention(layer)(
-        q=query.contiguous(),
-        k=keys,
-        v=values,
-        cu_seqlens_q=starts.to(query.device, non_blocking=True),
-        max_seqlen_q=max(span.queries for span in spans),
-        seqused_k=lens.to(query.device, non_blocking=True),
-        max_seqlen_k=max(span.keys for span in spans),
-        softmax_scale=layer.impl.scale,
-        causal=causal,
-        window_size=window_size,
-        block_table=block_table,
-        return_softmax_lse=True,
-        fa_version=layer.impl.vllm_flash_attn_version,
-    )
-    return output, sums.t()
 
 
 def metadata_class(implementation: type[Any], fields: Sequence[str] = FIELDS) -> type[Any] | None:
@@ -262,8 +238,10 @@ def rows_of(
     extra = attn_metadata.seq_lens.shape[0] - seq_lens.shape[0]
     if extra <= 0:
         return block_table, seq_lens, {}
+    import torch  # noqa: PLC0415 - vLLM brings it
+
     rows = block_table.new_zeros((extra, block_table.shape[1]))
-    return _cat(block_table, rows), _cat(seq_lens, attn_metadata.seq_lens[-extra:]), {}
+    return torch.cat((block_table, rows)), torch.cat((seq_lens, attn_metadata.seq_lens[-extra:])), {}
 
 
 def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | None:
@@ -279,9 +257,3 @@ def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | Non
     if len(shape) == 4 and shape[1] == num_kv_heads and shape[3] == 2 * head_size:  # noqa: PLR2004
         return kv_cache.transpose(1, 2)[..., :head_size]
     return None
-
-
-def _cat(first: Tensor, second: Tensor) -> Tensor:
-    import torch  # noqa: PLC0415 - vLLM brings it
-
-    return torch.cat((first, second))

@@ -92,7 +92,19 @@ def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
     """
     if is_latent(layer) and not latent:
         raise latent_attention(f"layer {layer_name}")
-    _of_layer(f"layer {layer_name}", layer)
+    impl = optional(layer, "impl")
+    kind, window = optional(layer, "attn_type", "decoder"), optional(layer, "sliding_window")
+    obstacles = {
+        f"a {type(layer).__name__} is not attention over a KV cache": (
+            impl is None or optional(layer, "num_kv_heads") is None
+        ),
+        f"sparse methods do not serve attention of the kind {kind!r}": kind != "decoder",
+        f"the layer has a sliding window of its own, of {window} tokens": window is not None,
+        "learned sinks lie in blocks of their own, ahead of a request's": optional(layer, "sink_len", 0),
+        "position biases (ALiBi) need every token at its own distance": optional(impl, "alibi_slopes") is not None,
+        "the layer reads the KV cache of another": optional(layer, "kv_sharing_target_layer_name") is not None,
+    }
+    _refuse(obstacles, f"layer {layer_name}")
 
 
 def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) -> list[str]:
@@ -265,22 +277,6 @@ def _of_platform(vllm_config: Any) -> None:
             where="vllm_ascend.utils",
             fix="serve on another NPU, or without ucm_sparse_config",
         )
-
-
-def _of_layer(where: str, layer: Any) -> None:
-    impl = optional(layer, "impl")
-    kind, window = optional(layer, "attn_type", "decoder"), optional(layer, "sliding_window")
-    obstacles = {
-        f"a {type(layer).__name__} is not attention over a KV cache": (
-            impl is None or optional(layer, "num_kv_heads") is None
-        ),
-        f"sparse methods do not serve attention of the kind {kind!r}": kind != "decoder",
-        f"the layer has a sliding window of its own, of {window} tokens": window is not None,
-        "learned sinks lie in blocks of their own, ahead of a request's": optional(layer, "sink_len", 0),
-        "position biases (ALiBi) need every token at its own distance": optional(impl, "alibi_slopes") is not None,
-        "the layer reads the KV cache of another": optional(layer, "kv_sharing_target_layer_name") is not None,
-    }
-    _refuse(obstacles, where)
 
 
 def _refuse(obstacles: Mapping[str, Any], where: str) -> None:

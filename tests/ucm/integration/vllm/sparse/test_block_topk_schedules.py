@@ -123,7 +123,8 @@ class Engine(CheckedEngine):
 
     def __init__(self, chance: random.Random, *, asynchronous: bool) -> None:
         setting = EngineSetting(asynchronous=asynchronous, blocks=BLOCKS)
-        config = engine_config(write_model(MODEL), setting, SIZE, LENGTH)
+        sparse = {"ucm_sparse_config": {"BlockTopK": OPTIONS}}
+        config = engine_config(write_model(MODEL), setting, SIZE, LENGTH, additional_config=sparse)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
         super().__init__(setting, config, LAYERS, spec, chance)
         self.device: Worker = Worker(config)
