@@ -266,16 +266,6 @@ class KVStore(ABC):
         """
         del depths, until, pinned
 
-    def throttle(self, *, active: bool) -> None:
-        """Hint that background work should stay off the processors while the caller computes.
-
-        UCM's own stores ignore it: their threads that write have a low priority.
-
-        Args:
-            active: Whether the computation begins or ends. Waiting for a task ends it as well.
-        """
-        del active
-
     def flush(self, seconds: float) -> bool:
         """Wait until every tier has received the saved blocks that it accepts.
 

@@ -192,10 +192,6 @@ class OpeningStore(KVStore):
         """Lease blocks, as lookups find them."""
         (self._opened() or _NOTHING).retain(depths, until, pinned=pinned)
 
-    def throttle(self, *, active: bool) -> None:
-        """Pass the hint to an open store; the opening thread ignores it, because it mostly waits."""
-        (self._store or _NOTHING).throttle(active=active)
-
     def flush(self, seconds: float) -> bool:
         """Wait for the store to open, and flush it."""
         until = self._clock.monotonic() + seconds
@@ -371,7 +367,7 @@ def open_tier(
     options = tier_options(back_end, name, config.tiers.get(name, {}))
     codec = None if geometry is None else HeaderCodec(namespace, geometry, authenticator)
     place = TierPlace(name, namespace, geometry, codec, config, authenticator)
-    opened: Tier = back_end.open(options, place)
+    opened: Tier = back_end(options, place)
     return opened
 
 
@@ -501,7 +497,7 @@ def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -
     }
     try:
         for name, back_end in back_ends.items():
-            tiers.append(back_end.open(options[name], places[name]))
+            tiers.append(back_end(options[name], places[name]))
             tiers[-1].counters.shares = Shares.of(places[name].config)
     except BaseException:
         for tier in tiers:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -262,21 +262,6 @@ class Tier(ABC):
         self.breaker = breaker
         self.clock = clock
         self.counters = TierCounters(name)
-
-    @classmethod
-    def open(cls, options: Any, place: TierPlace) -> Tier:
-        """Open a tier of this class.
-
-        Args:
-            options: An instance of ``Options``.
-            place: The context in which the tier is opened.
-
-        Raises:
-            ConfigError: The tier cannot be opened as configured.
-        """
-        made: Any = cls
-        opened: Tier = made(options, place)
-        return opened
 
     def lane(self, key: BlockKey) -> int:
         """Return the index of the part that stores a block."""

@@ -57,7 +57,6 @@ def frozen(config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.Monke
 def test_what_is_asked_or_saved_waits_until_it_is_open(frozen: Frozen, clock: SimulatedClock) -> None:
     store, found = frozen.store, list[object]()
     assert store.stats() == {}
-    store.throttle(active=True)
     assert not store.flush(0)
     for ask in (lambda: store.lookup(KEYS), lambda: store.lookup_on_prefix(KEYS)):
         clock.thread(lambda ask=ask: found.append(ask()), "asks").start()  # type: ignore[misc] # a default argument
@@ -238,7 +237,6 @@ def test_an_open_store_is_the_store_itself(config: StoreConfig, clock: Simulated
     assert store.flush(60)
     assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
     assert store.lookup_on_prefix(KEYS) == 8
-    store.throttle(active=False)
     assert fetch(store, KEYS, EVEN) == ({block: content(block, EVEN) for block in KEYS}, {})
     assert store.stats()["posix"].saved_blocks == 8
     store.close()

@@ -78,10 +78,6 @@ class GroupTransfer(ABC):
         """Write nothing of a save."""
         task.drop()
 
-    def throttle(self, *, active: bool) -> None:
-        """Note that a forward starts or stops using the processors that saves need; see `KVStore.throttle`."""
-        del active
-
     @property
     def waiting_bytes(self) -> int:
         """Bytes that were saved and are not written yet."""
@@ -120,10 +116,6 @@ class HostTransfer(GroupTransfer):
         skipped = sum(memory.geometry.slice_sizes[: memory.slice_count(layers.start)])
         for place, row in enumerate(task.rows):
             gather(memory.buffers(memory.group.blocks_of(block_ids, place), layers), row[skipped:])
-
-    def throttle(self, *, active: bool) -> None:
-        """Pass the hint to the store, because the forward runs on the host's processors."""
-        self.store.throttle(active=active)
 
 
 def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geometry: BlockGeometry) -> list[int]:

@@ -136,8 +136,6 @@ class TransferWorker:
         for moves in self._own(plan.late_saves):
             self._finish_copies(self._begin_save(moves), ())
         self._settle()
-        # vLLM may not report the end of a step without a forward.
-        self._throttle(active=not plan.idle)
 
     def add(self, part: Part, transfer: GroupTransfer, place: int) -> None:
         """Save something else as well; see the arguments of the class."""
@@ -271,7 +269,6 @@ class TransferWorker:
 
     def save(self, plan: StepPlan) -> None:
         """Save the blocks that a step has filled, after its forward."""
-        self._throttle(active=False)
         self._finish_portions()
         for save in self._begun or map(self._begin_save, self._own(plan.saves)):
             self._finish_copies(save, self._copied.get(save.moves.of, ()))
@@ -282,10 +279,6 @@ class TransferWorker:
         if self.settles:
             for save in self._under_way:
                 save.task.copied.wait()
-
-    def _throttle(self, *, active: bool) -> None:
-        for transfer in self.groups.values():
-            transfer.throttle(active=active)
 
     def _own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
         """Return the saves that this rank performs."""
@@ -346,7 +339,6 @@ class TransferWorker:
         waiting, self._unconfirmed = self._unconfirmed, []
         for save, *_ in waiting:
             self._drop(save)
-        self._throttle(active=False)
         left = wait_while_it_shrinks(self._left, STILL_SECONDS, clock=self._clock)
         closed = call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS, clock=self._clock)
         if not closed or left:

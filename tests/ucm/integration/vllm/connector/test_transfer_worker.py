@@ -74,10 +74,6 @@ class Scripted(GroupTransfer):
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
         self.shares: list[int] = []
-        self.stands_back: list[bool] = []
-
-    def throttle(self, *, active: bool) -> None:
-        self.stands_back.append(active)
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         self.shares.append(share)
@@ -226,18 +222,6 @@ def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(*, la
     setup.worker.begin(plan := StepPlan(2, saves=[moves(4)]))
     setup.worker.save(plan)
     assert not any(said.startswith("copied") for said in setup.transfer.said())
-
-
-@pytest.mark.parametrize("layer_wise", [False, True])
-def test_saves_are_throttled_during_a_forward(*, layer_wise: bool) -> None:
-    setup = Setup(layer_wise=layer_wise)
-    for plan in (StepPlan(1, saves=[moves(1)]), StepPlan(2, idle=True), StepPlan(3)):
-        setup.worker.begin(plan)
-        setup.worker.begin(plan)
-        setup.worker.load(plan)
-        if not plan.idle:  # vLLM then has no forward, and does not report its end
-            setup.worker.save(plan)
-    assert setup.transfer.stands_back == [True, False, False, True, False]
 
 
 def test_a_step_begins_once() -> None:
