@@ -34,16 +34,14 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "GSAOnDevice": {
         "GSAOnDevice": {"token_budget": 192, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
     },
-    "GSAOnDevice, adaptive": {
+    "GSAOnDevice, a share": {
         "GSAOnDevice": {
             "token_budget": 192,
             "min_context": 0,
             "budget_share": 0.4,
-            "top_p": 0.8,
             "sink_tokens": 4,
             "recent_tokens": 32,
             "dense_layers": 1,
-            "dense_last_layers": 1,
         }
     },
     "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60}},
@@ -53,8 +51,8 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "SinkWindow, dense prompts": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100, "prefill": "dense"}},
 }
 #: The variants that run on all releases, one of each method.
-EVERYWHERE = ("GSAOnDevice, adaptive", "ESA", "SinkWindow", "LeakyReRoPE")
-TOP_K = ("GSAOnDevice", "GSAOnDevice, adaptive")
+EVERYWHERE = ("GSAOnDevice, a share", "ESA", "SinkWindow", "LeakyReRoPE")
+TOP_K = ("GSAOnDevice", "GSAOnDevice, a share")
 #: Methods that support per-request settings; the others ignore them.
 STEERED = (*TOP_K, "SinkWindow, dense prompts")
 #: The targets' own settings: dense, a budget, none, and an invalid one.

@@ -175,19 +175,6 @@ class AttentionOf(Protocol[Layer_contra]):
         """
         ...
 
-    def keys_in_place(self, layer: Layer_contra, /, kv_cache: Tensor) -> Tensor | None:
-        """Return all keys of a cache without copying them, for kernels that read some of them.
-
-        Args:
-            layer: The layer.
-            kv_cache: The layer's cache.
-
-        Returns:
-            ``[num_blocks, block_size, num_kv_heads, head_size]``, in any memory order; None if the backend stores keys
-            in another form.
-        """
-        ...
-
 
 class PartsOf(Protocol[Layer_contra]):
     """Attention over parts of a layer's context, where a cache holds the keys and values of each KV head."""
@@ -305,23 +292,19 @@ class AttentionView(AttentionOf[str], Protocol):
         """``[num_reqs or more, max_blocks]``, int32: the blocks of each request, in the order of its tokens."""
         ...
 
-    def scored(
-        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys whose products, times ``head_size ** -0.5``, are the layer's scores.
+    def scored(self, layer_name: str, query: Tensor, attn_metadata: Any) -> Tensor:
+        """Return the queries whose products with the keys in the cache, times ``head_size ** -0.5``, are the scores.
 
-        They are ``query`` and ``key`` unless the layer's attention is latent; then they are those of the step's
-        decodes, which come first: a query for each head and one key for all heads, as in `read_keys`.
+        They are ``query`` unless the layer's attention is latent; then they are those of the step's decodes, which
+        come first: a query for each head, for the one key of all heads that `read_keys` returns.
 
         Args:
             layer_name: The layer's prefix in the model.
-            query: As passed to `SparseMethod.attention_begin`, like all others.
-            key: The keys, or the latent vectors.
-            value: The values, or the rotated part of the latent keys.
+            query: As passed to `SparseMethod.attention_begin`.
             attn_metadata: The backend's metadata.
 
         Returns:
-            ``[num_tokens, num_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size]``.
+            ``[num_tokens, num_heads, head_size]``.
         """
         ...
 

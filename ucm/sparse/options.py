@@ -124,12 +124,10 @@ class RequestOptions(MethodOptions):
             keeps the method's.
         budget_share: The share of its context that a decode step reads if that is more; None keeps the method's, or
             none with a ``token_budget``.
-        top_p: The estimated share of attention at which a step stops to choose; None keeps the method's.
     """
 
     token_budget: int | None = tokens(None, at_least=1)
     budget_share: float | None = Field(default=None, gt=0, lt=1, description="a share of the context, between 0 and 1")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="a share of the attention, above 0, at most 1")
 
 
 def parse_asked(asked: object) -> RequestOptions | None:

@@ -18,15 +18,13 @@ FAILING = (20, 21, 60)
 class CheckedTopK(BlockTopK):
     """See above; takes the same options."""
 
-    def _restrict(
-        self, plan: Any, layer_name: str, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any
-    ) -> Any:
+    def _restrict(self, plan: Any, layer_name: str, query: Any, kv_cache: Any, attn_metadata: Any) -> Any:
         import torch  # noqa: PLC0415
 
         if self.attention.ranks == 1 and self.counts["steps"] in FAILING and ".3." in layer_name:
             self.counts["steps"] += 1  # so that it is once, whatever else happens in this step
             raise RuntimeError(INJECTED)
-        restricted = super()._restrict(plan, layer_name, query, key, value, kv_cache, attn_metadata)
+        restricted = super()._restrict(plan, layer_name, query, kv_cache, attn_metadata)
         batch = self._batch
         assert batch is not None
         table = self.attention.block_table(attn_metadata)[: len(batch.request_ids)]

@@ -31,15 +31,13 @@ class LatentShares(BlockTopK):
     _restricted_layer: Restricted | None = None
     _decodes: tuple[Any, Any, Any] | None = None  #: queries, cache and metadata of the running decodes
 
-    def _restrict(
-        self, plan: Any, layer_name: str, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any
-    ) -> Any:
+    def _restrict(self, plan: Any, layer_name: str, query: Any, kv_cache: Any, attn_metadata: Any) -> Any:
         import torch  # noqa: PLC0415
 
-        restricted = super()._restrict(plan, layer_name, query, key, value, kv_cache, attn_metadata)
+        restricted = super()._restrict(plan, layer_name, query, kv_cache, attn_metadata)
         budget = plan.budget
         table = self.attention.block_table(attn_metadata)
-        wanted, _ = self.attention.scored(layer_name, query, key, value, attn_metadata)
+        wanted = self.attention.scored(layer_name, query, attn_metadata)
         made = self._representatives[layer_name]
         found: dict[str, list[float]] = {"oracle": [], "hash": [], "mean": [], "random": []}
         for row, token, blocks in zip(plan.rows.tolist(), plan.tokens.tolist(), plan.blocks.tolist(), strict=True):

@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             "the method ESA is installed, and its options are",
         ),
         ("{GSAOnDevice: {token_budget: 0}}", Status.ERROR, "Input should be greater than or equal to 1"),
-        ("{BlockTopK: {tokenbudget: 4, top_p: 2}}", Status.ERROR, "2 settings cannot be used"),
+        ("{BlockTopK: {tokenbudget: 4, budget_share: 2}}", Status.ERROR, "2 settings cannot be used"),
         ("{StreamingLLM: {}}", Status.OK, "the method StreamingLLM is installed"),
         ("{Probe: {}}", Status.OK, "the method Probe is installed; it checks its options itself"),
         ("{BlokTopK: {}}", Status.ERROR, "there is no sparse method 'BlokTopK'"),
@@ -173,14 +173,14 @@ def test_the_sparse_method(sparse: str, status: Status, what: str, tmp_path: Pat
 
 
 def test_all_options_of_the_method_are_told_at_once_with_what_may_be_meant(tmp_path: Path) -> None:
-    sparse = "{GSAOnDevice: {tokenbudget: 4, top_p: 2.0, dense_layers: -1, min_context: many}}"
+    sparse = "{GSAOnDevice: {tokenbudget: 4, budget_share: 2.0, dense_layers: -1, min_context: many}}"
     _, found = check_config(write(tmp_path, f"store: {{pipeline: Empty}}\nucm_sparse_config: {sparse}\n"))
     assert found.what == "4 settings cannot be used"
     details = "\n".join(found.details)
     for line in (
         "ucm_sparse_config.GSAOnDevice.tokenbudget",
         "did you mean 'token_budget'?",
-        "ucm_sparse_config.GSAOnDevice.top_p: 2.0",
+        "ucm_sparse_config.GSAOnDevice.budget_share: 2.0",
         "ucm_sparse_config.GSAOnDevice.dense_layers: -1",
         "ucm_sparse_config.GSAOnDevice.min_context: 'many'",
     ):

@@ -85,11 +85,9 @@ class FakeView:
     def block_table(self, attn_metadata: Metadata) -> torch.Tensor:
         return attn_metadata.block_table
 
-    def scored(
-        self, layer_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: Metadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        del layer_name, value, attn_metadata
-        return query, key
+    def scored(self, layer_name: str, query: torch.Tensor, attn_metadata: Metadata) -> torch.Tensor:
+        del layer_name, attn_metadata
+        return query
 
     def restricted(
         self,
@@ -108,9 +106,6 @@ class FakeView:
             raise RuntimeError("no such keys")
         self.reads.setdefault(layer_name, []).extend(block_ids.tolist())
         return kv_cache[0][block_ids]
-
-    def keys_in_place(self, layer_name: str, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        raise NotImplementedError
 
 
 def metadata(batch: StepBatch, rows: Sequence[Sequence[int]], width: int | None = None) -> Metadata:

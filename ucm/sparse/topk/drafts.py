@@ -85,7 +85,7 @@ class Chosen:
     def serves(self, plan: SelectionPlan) -> bool:
         """Return whether further drafts may read the same blocks: of the same rows, up to the same newest blocks."""
         first = self.plan
-        whole = first.top_p is None and first.all_rows and plan.all_rows and first.request_ids == plan.request_ids
+        whole = first.all_rows and plan.all_rows and first.request_ids == plan.request_ids
         return whole and np.array_equal(first.blocks, plan.blocks)
 
 

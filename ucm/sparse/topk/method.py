@@ -13,7 +13,6 @@ scheduler's side limits the tokens of an answer in a step.
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from contextlib import contextmanager
 from time import perf_counter
@@ -59,28 +58,23 @@ class BlockTopKOptions(MethodOptions):
 
     Attributes:
         token_budget: Tokens that a decode step reads of each request in a layer, in full blocks; a request with fewer
-            is dense. A request may have its own budget, share and top-p (`ucm.sparse.options`).
+            is dense. A request may have its own budget and share (`ucm.sparse.options`).
         budget_share: The share of its context that a decode step reads of a request if that is more than
             `token_budget`, rounded down to blocks; None for `token_budget` at any length.
-        top_p: The estimated share of attention at which a step stops to choose blocks within its budget; 1 for the
-            whole budget. See `ucm.sparse.topk.selection.blocks_for_mass`.
         min_context: Tokens below which a request is dense, even if it has more than its budget; None for `WORTHWHILE`
             more than the budget.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
         dense_layers: The number of first layers that read everything.
-        dense_last_layers: The number of last layers that read everything.
         sample_every: One in so many choices, each of a layer in a step, is measured; see `ucm.sparse.topk.samples`.
     """
 
     token_budget: int = tokens(2048, at_least=1)
     budget_share: float | None = Field(default=None, gt=0, lt=1, description="a share of the context, between 0 and 1")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="a share of the attention, above 0, at most 1")
     min_context: int | None = tokens(None, at_least=0)
     sink_tokens: int = tokens(4, at_least=0)
     recent_tokens: int = tokens(64, at_least=0)
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
-    dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
     sample_every: int = Field(default=EVERY, ge=1, description="a number of choices, 1 or more")
 
 
@@ -118,8 +112,6 @@ class BlockTopK(SparseMethod):
         self._windowed: set[str] = set()
         #: The layers that steps restrict.
         self._restricted: dict[str, None] = {}
-        #: The first of the last layers that are dense.
-        self._first_last = sys.maxsize
         self._planner: SelectionPlanner | None = None
         self._representatives: dict[str, KeyCodes] = {}
         self._batch: StepBatch | None = None
@@ -136,8 +128,6 @@ class BlockTopK(SparseMethod):
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts, self._logger)
         self._samples = AttentionSamples(self._options.sample_every)
-        #: The tokens of ``blocks_read`` that top-p has left out since `_settle`, on the attention's device.
-        self._spared: Tensor | None = None
         self.select_seconds = 0.0
 
     @classmethod
@@ -202,20 +192,13 @@ class BlockTopK(SparseMethod):
         return [f"min_context is not set: requests with fewer than about {least} stay dense"]
 
     def _require_restricted_layers(self) -> None:
-        """Check the number of dense layers, and note where the last ones begin."""
-        options, layers = self._options, num_layers(self.vllm_config)
-        if options.dense_last_layers:
-            place = f"ucm_sparse_config.{self._name}.dense_last_layers"
-            if layers is None:
-                raise ConfigError("the model does not say how many layers it has", where=place, fix="set it to 0")
-            self._first_last = layers - options.dense_last_layers
-        dense = options.dense_layers + options.dense_last_layers
+        """Check the number of dense layers."""
+        dense, layers = self._options.dense_layers, num_layers(self.vllm_config)
         if layers is not None and dense >= layers:
-            both = " and dense_last_layers" if options.dense_last_layers else ""
             raise ConfigError(
                 f"{dense} dense layers leave none of the model's {layers} to restrict",
-                where=f"ucm_sparse_config.{self._name}.dense_layers{both}",
-                fix=f"set it to {layers - 1} or fewer" + (" together" if both else ""),
+                where=f"ucm_sparse_config.{self._name}.dense_layers",
+                fix=f"set it to {layers - 1} or fewer",
             )
 
     def layer_seen(self, layer_name: str) -> None:
@@ -235,8 +218,8 @@ class BlockTopK(SparseMethod):
             raise SparseMethodError(
                 "all layers that the options do not leave dense have a sliding window or a state, so nothing would be "
                 "restricted",
-                where=f"ucm_sparse_config.{self._name}.dense_layers and dense_last_layers",
-                fix="set them to smaller numbers, or run this model without a sparse method",
+                where=f"ucm_sparse_config.{self._name}.dense_layers",
+                fix="set it to a smaller number, or run this model without a sparse method",
             )
         self._allocate()
 
@@ -325,7 +308,7 @@ class BlockTopK(SparseMethod):
                 self._make_missing(self._missing, layer_name, kv_cache, attn_metadata)
         if self._plan is not None:
             with self._dense_on_failure(layer_name, self._plan.request_ids):
-                attn_metadata = self._restrict(self._plan, layer_name, query, key, value, kv_cache, attn_metadata)
+                attn_metadata = self._restrict(self._plan, layer_name, query, kv_cache, attn_metadata)
         self.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
 
@@ -362,7 +345,7 @@ class BlockTopK(SparseMethod):
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`."""
-        size = self._settle()
+        size = self._planner.budget.block_size if self._planner is not None else 0
         return {
             **self._outcomes.figures(OUTCOMES),
             "rows": self.counts["rows"],
@@ -375,7 +358,6 @@ class BlockTopK(SparseMethod):
 
     def summary(self) -> str:
         """Return the counters so far, in one line."""
-        self._settle()
         counts = self.counts
         share = counts["blocks_read"] / max(1, counts["blocks_held"])
         return (
@@ -387,29 +369,14 @@ class BlockTopK(SparseMethod):
             f"{counts['requests_refused']} whose options could not be honoured; {self._samples.summary()}"
         )
 
-    def _settle(self) -> int:
-        """Subtract what top-p has left out from ``blocks_read``, which waits for the device; return the block size."""
-        size = self._planner.budget.block_size if self._planner is not None else 0
-        if self._spared is not None:
-            self.counts["blocks_read"] -= int(self._spared) // size
-            self._spared = None
-        return size
-
     def _restrict(
-        self,
-        plan: SelectionPlan,
-        layer_name: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
+        self, plan: SelectionPlan, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Any:
-        query, _ = self.attention.scored(layer_name, query, key, value, attn_metadata)
+        query = self.attention.scored(layer_name, query, attn_metadata)
         chosen, lens = self._choose(plan, layer_name, query, kv_cache, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
-            self._samples.begin(layer_name, plan, query, table, chosen, lens)
+            self._samples.begin(layer_name, plan, query, table, chosen)
         self.counts["blocks_read"] += int(plan.totals.sum())
         self.counts["blocks_held"] += int(plan.blocks.sum())
         longest = int(plan.seq_lens.max())
@@ -424,11 +391,7 @@ class BlockTopK(SparseMethod):
             self._tables = attn_metadata, RestrictedTables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
         made = self._representatives_of(layer_name, kv_cache)
-        chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
-        if plan.top_p is not None:
-            spared = (tables.seq_lens - lens).sum()
-            self._spared = spared if self._spared is None else self._spared + spared
-        return chosen, lens
+        return tables.select(made, query, self.attention.sum_over_ranks), tables.seq_lens
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
@@ -526,14 +489,13 @@ class BlockTopK(SparseMethod):
         A request that names its tokens reads these, whatever the method's share of the context is.
         """
         options = self._options
-        token_budget, share, top_p = None, options.budget_share, options.top_p
+        token_budget, share = None, options.budget_share
         if asked is not None:
             token_budget = asked.token_budget
             share = asked.budget_share or (share if token_budget is None else None)
-            top_p = asked.top_p or top_p
         tokens = token_budget or options.token_budget
         always = options.sink_tokens, options.recent_tokens
-        budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0, top_p)
+        budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0)
         if budget.chosen < 1:
             fix = f"set it to {budget.least_tokens} or more"
             raise ConfigError(
@@ -548,7 +510,7 @@ class BlockTopK(SparseMethod):
         if layer_name in self._windowed:
             return True
         number = re.search(r"\.(\d+)\.", layer_name)
-        return number is not None and not self._options.dense_layers <= int(number[1]) < self._first_last
+        return number is not None and int(number[1]) < self._options.dense_layers
 
 
 def num_layers(vllm_config: Any) -> int | None:

@@ -41,7 +41,7 @@ class Sample:
         block_ids: ``[blocks]``, int64: the blocks of its context.
         tokens: The tokens of its context.
         read: ``[n]``, int32: the blocks that it reads; what follows their tokens is not read.
-        read_tokens: int32, without dimensions, on the device: the number of tokens in them.
+        read_tokens: The number of tokens in them.
     """
 
     layer_name: str
@@ -50,7 +50,7 @@ class Sample:
     block_ids: Tensor
     tokens: int
     read: Tensor
-    read_tokens: Tensor
+    read_tokens: int
 
 
 class AttentionSamples:
@@ -77,9 +77,7 @@ class AttentionSamples:
         self._choices += 1
         return self._choices % self._every == FIRST % self._every
 
-    def begin(
-        self, layer_name: str, plan: SelectionPlan, query: Tensor, block_table: Tensor, table: Tensor, lens: Tensor
-    ) -> None:
+    def begin(self, layer_name: str, plan: SelectionPlan, query: Tensor, block_table: Tensor, table: Tensor) -> None:
         """Take one of a choice's rows as a sample.
 
         Args:
@@ -88,7 +86,6 @@ class AttentionSamples:
             query: ``[num_tokens, num_heads, head_size]``.
             block_table: ``[num_reqs or more, max_blocks]``, int32: the dense one.
             table: ``[pieces, blocks]``, int32: the blocks that are read.
-            lens: ``[pieces]``, int32: the number of tokens in them.
         """
         row = self.taken % len(plan.rows)
         piece, token = int(plan.rows[row]), int(plan.tokens[row])
@@ -100,7 +97,7 @@ class AttentionSamples:
             block_table[of_request, :blocks].long(),
             int(plan.pieces.ends[piece]),
             table[piece].clone(),
-            lens[piece].clone(),
+            int(plan.seq_lens[piece]),
         )
 
     def of(self, layer_name: str) -> Sample | None:

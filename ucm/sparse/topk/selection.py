@@ -12,7 +12,7 @@ from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.topk.codes import ranked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
@@ -32,7 +32,6 @@ class BlockBudget:
         recent: The number of last blocks, which are always read; the last one may be incomplete.
         total: The number of all blocks that are read.
         share: The share of a request's blocks that is read if that is more; 0 for `total` at any length.
-        top_p: The estimated share of attention at which fewer blocks are enough; 1 for all blocks of the budget.
     """
 
     block_size: int
@@ -40,21 +39,14 @@ class BlockBudget:
     recent: int
     total: int
     share: float = 0.0
-    top_p: float = 1.0
 
     @classmethod
     def of_tokens(
-        cls,
-        block_size: int,
-        token_budget: int,
-        sink_tokens: int,
-        recent_tokens: int,
-        share: float = 0.0,
-        top_p: float = 1.0,
+        cls, block_size: int, token_budget: int, sink_tokens: int, recent_tokens: int, share: float = 0.0
     ) -> BlockBudget:
         """Convert tokens to whole blocks; sinks and recent tokens are rounded up, the budget down."""
         recent = -(-recent_tokens // block_size) + 1
-        return cls(block_size, -(-sink_tokens // block_size), recent, token_budget // block_size, share, top_p)
+        return cls(block_size, -(-sink_tokens // block_size), recent, token_budget // block_size, share)
 
     @property
     def chosen(self) -> int:
@@ -111,9 +103,7 @@ class SelectionPlan:
         rows: ``[sparse]``, int64: the indices of the sparse rows among the pieces.
         tokens: ``[sparse]``, int64: the indices of their queries among the step's tokens.
         blocks: ``[sparse]``, int64: the number of blocks that each row has.
-        totals: ``[sparse]``, int64: the number of blocks that each row reads, or with a top-p the most that it reads.
-        top_p: ``[sparse]``, float64: the share of attention at which fewer blocks are enough; None if each row reads
-            its whole budget.
+        totals: ``[sparse]``, int64: the number of blocks that each row reads.
         seq_lens: ``[pieces]``, int32: the number of tokens that each piece reads.
         dense_blocks: The largest number of blocks of a dense piece; 0 if there is none.
     """
@@ -125,7 +115,6 @@ class SelectionPlan:
     tokens: NDArray[np.int64]
     blocks: NDArray[np.int64]
     totals: NDArray[np.int64]
-    top_p: NDArray[np.float64] | None
     seq_lens: NDArray[np.int32]
     dense_blocks: int
 
@@ -210,7 +199,6 @@ class SelectionPlanner:
             tokens=(counts.cumsum() - counts)[rows],
             blocks=blocks[rows],
             totals=totals[rows],
-            top_p=self._top_p(request_ids),
             seq_lens=lens.astype(np.int32),
             dense_blocks=int(dense.max()) if len(dense) else 0,
         )
@@ -258,11 +246,6 @@ class SelectionPlanner:
         # 0.29 x 100 is a little less than 29.
         found: NDArray[np.int64] = np.maximum(totals, (blocks * shares[pieces.rows] + 1e-9).astype(np.int64))
         return found
-
-    def _top_p(self, request_ids: Sequence[str]) -> NDArray[np.float64] | None:
-        """Return the top-p of each request; None if none has one."""
-        found = np.array([self._of(request_id).top_p for request_id in request_ids])
-        return found if (found < 1).any() else None
 
     def _of(self, request_id: str) -> BlockBudget:
         return self._own.get(request_id, self.budget)
@@ -326,19 +309,13 @@ class RestrictedTables:
         self.hidden = None
         if len(set(plan.blocks.tolist())) > 1:
             self.hidden = torch.arange(self.candidates.shape[1], device=device) >= last[:, None]
-        self._block_size = budget.block_size
-        self._top_p = None if plan.top_p is None else torch.from_numpy(plan.top_p).to(device)[:, None]
-        if self._top_p is not None:
-            self._chosen = torch.from_numpy(chosen).to(device)[:, None]
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
         self.max_seq_len = int(plan.seq_lens.max())
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
-    def select(
-        self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def select(self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what a layer reads; see `choose`.
 
         Args:
@@ -348,7 +325,7 @@ class RestrictedTables:
         """
         return self.choose(sum_over_ranks(made.shares(query[self.tokens], self.candidates, self.hidden)))
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor) -> Tensor:
         """Return what a layer reads: sinks, the best candidates in the order of their positions, recent blocks.
 
         Args:
@@ -356,20 +333,15 @@ class RestrictedTables:
 
         Returns:
             The block table, ``[pieces, blocks]``, int32: dense rows are complete, and entries beyond a row's length are
-            valid block ids. And the number of tokens of each piece in these blocks, ``[pieces]``, int32: `seq_lens`,
-            unless a top-p has left blocks out.
+            valid block ids.
         """
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-        lens, most, own = self.seq_lens, self._most_chosen, self._chosen
+        most, own = self._most_chosen, self._chosen
         order = ranked(scores)
         if self.hidden is not None:
             order = order.masked_fill(self.hidden, -1)
         best = order.topk(most, -1, sorted=own is not None).indices
-        if self._top_p is not None and own is not None:
-            enough = blocks_for_mass(scores, best, self._top_p).minimum(own)
-            spared = ((own - enough) * self._block_size)[:, 0].to(lens.dtype)
-            own, lens = enough, lens.index_add(0, self._rows, spared, alpha=-1)
         if own is not None:  # a row that chooses fewer blocks gets the last candidate in the surplus entries
             places = torch.arange(most, device=best.device)
             best = best.masked_fill(places >= own, self.candidates.shape[1] - 1)
@@ -380,32 +352,7 @@ class RestrictedTables:
             left_out = (columns >= self._sinks.shape[1] + own) * (most - own)
             table = table.gather(1, (columns + left_out).clamp(max=table.shape[1] - 1))
         if self._dense is None:
-            return table, lens
+            return table
         whole = self._dense.clone()
         whole[self._rows, : table.shape[1]] = table
-        return whole, lens
-
-
-def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
-    """Return how many of the best blocks hold a share of the attention, as a selector estimates it.
-
-    Source: Lin et al., "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (arXiv:2502.02770): a
-    budget follows from the attention, as top-p sampling follows from probabilities.
-
-    The estimate is the mean over the heads of all ranks of the share that each head gives to the blocks to choose from.
-    Sinks and recent blocks, which are read anyway, do not count, so at least this share of the estimated attention over
-    the whole context is read. It is no bound of the true attention: an estimate by codes is right on average, and too
-    high where few keys have most of the attention; a single head may keep less than the mean; and attention does not
-    say how much the values behind it matter.
-
-    Args:
-        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.codes.shares_of`; 0 for padding.
-        best: ``[rows, n]``, int64: the indices of the best of them, in descending order.
-        top_p: ``[rows, 1]``, float64: the share, above 0; 1 or more asks for all ``n``.
-
-    Returns:
-        ``[rows, 1]``, int64, from 1 to ``n``; equal on all ranks, because the shares are integers.
-    """
-    needed = (shares.sum(-1, keepdim=True).double() * top_p).masked_fill(top_p >= 1, float("inf"))
-    held = shares.gather(-1, best).cumsum(-1)
-    return (held.double() < needed).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1) + 1
+        return whole

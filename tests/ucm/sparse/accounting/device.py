@@ -101,7 +101,7 @@ class Device:
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
 
-    def scored(self, layer_name: str, query: Any, key: Any, value: Any, attn_metadata: Any) -> tuple[Any, Any]:
+    def scored(self, layer_name: str, query: Any, attn_metadata: Any) -> Any:
         raise NotImplementedError
 
     def restricted(
@@ -119,9 +119,6 @@ class Device:
         return SimpleNamespace(block_table=block_table, seq_lens=seq_lens, starts=starts)
 
     def read_keys(self, layer_name: str, kv_cache: Any, block_ids: Any) -> Any:
-        raise NotImplementedError
-
-    def keys_in_place(self, layer_name: str, kv_cache: Any) -> Any:
         raise NotImplementedError
 
     # Steps

@@ -150,7 +150,7 @@ class Device:
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
 
-    def scored(self, layer_name: str, query: Any, key: Any, value: Any, attn_metadata: Any) -> tuple[Any, Any]:
+    def scored(self, layer_name: str, query: Any, attn_metadata: Any) -> Any:
         raise NotImplementedError
 
     def restricted(
@@ -170,9 +170,6 @@ class Device:
     def read_keys(self, layer_name: str, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         del layer_name
         return kv_cache[block_ids, :, :, :SIZE].transpose(1, 2)
-
-    def keys_in_place(self, layer_name: str, kv_cache: torch.Tensor) -> None:
-        del layer_name, kv_cache
 
     def block_copies(self, kv_caches: Mapping[str, torch.Tensor]) -> RawBlocks:
         return RawBlocks(kv_caches, self.size)

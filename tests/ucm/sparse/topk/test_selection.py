@@ -20,7 +20,6 @@ from ucm.sparse.topk.selection import (
     RestrictedTables,
     SelectionPlan,
     SelectionPlanner,
-    blocks_for_mass,
 )
 
 #: Blocks of 4 tokens: 1 sink, 2 recent (one whole, one with the newest token), 2 to choose.
@@ -143,8 +142,8 @@ def tables_of(rows: list[Any], blocks: list[list[int]], width: int | None = None
 def test_a_table_has_sinks_the_best_and_the_recent_blocks_in_order() -> None:
     tables = tables_of([("a", 30, 1, 8)], [[10, 11, 12, 13, 14, 15, 16, 17]])
     assert tables.candidates.tolist() == [[11, 12, 13, 14, 15]]
-    assert tables.choose(torch.tensor([[1, 9, 2, 3, 8]]))[0].tolist() == [[10, 12, 15, 16, 17]]
-    assert tables.choose(torch.tensor([[50, 9, 40, 3, 8]]))[0].tolist() == [[10, 11, 13, 16, 17]]
+    assert tables.choose(torch.tensor([[1, 9, 2, 3, 8]])).tolist() == [[10, 12, 15, 16, 17]]
+    assert tables.choose(torch.tensor([[50, 9, 40, 3, 8]])).tolist() == [[10, 11, 13, 16, 17]]
     assert tables.seq_lens.tolist() == [19]
     assert tables.max_seq_len == 19
 
@@ -153,14 +152,14 @@ def test_candidates_beyond_a_shorter_row_are_never_chosen() -> None:
     rows = [("a", 34, 1, 8), ("b", 21, 1, 8)]
     tables = tables_of(rows, [[10, 11, 12, 13, 14, 15, 16, 17, 18], [20, 21, 22, 23, 24, 25]])
     assert tables.candidates.shape == (2, 6)
-    found = tables.choose(torch.tensor([[0, 0, 0, 0, 8, 9], [0, 1, 0, 7, 8, 9]]))[0]
+    found = tables.choose(torch.tensor([[0, 0, 0, 0, 8, 9], [0, 1, 0, 7, 8, 9]]))
     assert found.tolist() == [[10, 15, 16, 17, 18], [20, 22, 23, 24, 25]]
 
 
 def test_of_blocks_that_are_wanted_alike_the_later_ones_are_read() -> None:
     tables = tables_of([("a", 30, 1, 8)], [[10, 11, 12, 13, 14, 15, 16, 17]])
-    assert tables.choose(torch.tensor([[3, 7, 3, 3, 3]]))[0].tolist() == [[10, 12, 15, 16, 17]]
-    assert tables.choose(torch.zeros(1, 5, dtype=torch.int64))[0].tolist() == [[10, 14, 15, 16, 17]]
+    assert tables.choose(torch.tensor([[3, 7, 3, 3, 3]])).tolist() == [[10, 12, 15, 16, 17]]
+    assert tables.choose(torch.zeros(1, 5, dtype=torch.int64)).tolist() == [[10, 14, 15, 16, 17]]
 
 
 def test_generated_tokens_that_are_computed_at_once_each_choose_for_themselves() -> None:
@@ -181,7 +180,7 @@ def test_generated_tokens_that_are_computed_at_once_each_choose_for_themselves()
     assert tables.split is not None
     assert tables.split.starts.tolist() == [0, 1, *range(3, 7)]
     assert tables.split.longest == 2
-    found = tables.choose(torch.zeros(4, 5, dtype=torch.int64))[0]
+    found = tables.choose(torch.zeros(4, 5, dtype=torch.int64))
     assert found[1].tolist()[:5] == [20, 21, 22, 23, 24]
     assert found[2].tolist()[:5] == [20, 22, 23, 24, 25]
     assert tables.seq_lens.tolist()[1:4] == [20, 17, 18]
@@ -199,7 +198,7 @@ def test_no_token_chooses_among_blocks_that_its_own_step_completes() -> None:
 def test_dense_rows_keep_their_whole_row_and_rows_of_a_graph_are_left_out() -> None:
     rows = [("chunk", 24, 6, 60), ("a", 30, 1, 8), ("short", 3, 1, 2)]
     tables = tables_of(rows, [list(range(40, 48)), list(range(10, 18)), [30], [0], [0]], width=20)
-    found = tables.choose(torch.tensor([[1, 9, 2, 3, 8]]))[0]
+    found = tables.choose(torch.tensor([[1, 9, 2, 3, 8]]))
     assert found.tolist() == [list(range(40, 48)), [10, 12, 15, 16, 17, 15, 16, 17], [30, 0, 0, 0, 0, 0, 0, 0]]
     assert found.dtype == torch.int32
     assert tables.seq_lens.tolist() == [30, 19, 4]
@@ -207,7 +206,7 @@ def test_dense_rows_keep_their_whole_row_and_rows_of_a_graph_are_left_out() -> N
 
 def test_shorter_dense_rows_make_room_for_the_budget() -> None:
     tables = tables_of([("short", 3, 1, 2), ("a", 30, 1, 8)], [[30], list(range(10, 18))])
-    assert tables.choose(torch.zeros(1, 5, dtype=torch.int64))[0].shape == (2, 5)
+    assert tables.choose(torch.zeros(1, 5, dtype=torch.int64)).shape == (2, 5)
 
 
 def test_a_plan_of_random_steps_reads_what_it_says() -> None:
@@ -226,7 +225,7 @@ def test_a_plan_of_random_steps_reads_what_it_says() -> None:
             continue
         tables = RestrictedTables(plan, metadata(batch, blocks).block_table)
         scores = torch.from_numpy(chance.integers(0, 99, (len(plan.rows), tables.candidates.shape[1])))
-        found = tables.choose(scores)[0]
+        found = tables.choose(scores)
         for row, n in enumerate(lens.tolist()):
             read = found[row, : -(-int(tables.seq_lens[row]) // 4)].tolist()
             assert read == sorted(set(read))
@@ -303,7 +302,7 @@ def test_rows_with_different_budgets_read_what_each_reads_alone() -> None:
             scores = torch.zeros(tables.candidates.shape, dtype=torch.int64)
             for row, place in enumerate(places):
                 scores[row, : len(wanted[place])] = wanted[place]
-            table = tables.choose(scores)[0]
+            table = tables.choose(scores)
             assert table.max() < 10_000
             return [table[row, : -(-int(length) // 4)].tolist() for row, length in enumerate(plan.seq_lens)]
 
@@ -323,7 +322,6 @@ def test_a_share_of_the_context_is_read_where_it_is_more() -> None:
     assert plan is not None
     assert plan.totals.tolist() == [5, 6, 10, 6, 6]
     assert plan.seq_lens.tolist() == [18, 22, 38, 24, 24, 20]
-    assert plan.top_p is None
 
 
 def test_a_share_depends_on_the_position_alone() -> None:
@@ -334,39 +332,3 @@ def test_a_share_depends_on_the_position_alone() -> None:
     totals = [total for plan in again if plan is not None for total in plan.totals.tolist()]
     assert totals == [int(plan.totals[0]) for plan in each if plan is not None]
     assert len(set(totals)) > 1
-
-
-SHARES = [[50, 30, 10, 6, 4], [20, 20, 20, 20, 20], [0, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("top_p", "enough"), [(0.5, [1, 3, 1]), (0.51, [2, 3, 1]), (0.9, [3, 5, 1]), (1.0, [5, 5, 5]), (1e-9, [1, 1, 1])]
-)
-def test_the_fewest_blocks_that_hold_a_share(top_p: float, enough: list[int]) -> None:
-    shares = torch.tensor(SHARES)[:, [3, 0, 4, 2, 1]]
-    best = shares.sort(dim=-1, descending=True, stable=True).indices
-    found = blocks_for_mass(shares, best, torch.full((3, 1), top_p, dtype=torch.float64))
-    assert found[:, 0].tolist() == enough
-    few = blocks_for_mass(shares, best[:, :2], torch.full((3, 1), top_p, dtype=torch.float64))
-    assert few[:, 0].tolist() == [min(2, of) for of in enough]
-
-
-def test_a_row_reads_no_more_than_top_p_needs_and_others_their_budget() -> None:
-    """Of two rows with four blocks to choose, one has its top-p; a third is dense."""
-    planner = SelectionPlanner(BlockBudget(4, 1, 2, 7))
-    planner.give("p", BlockBudget(4, 1, 2, 7, top_p=0.6))
-    batch = step(("dense", 6, 1, 5), ("p", 38, 1, 8), ("whole", 37, 1, 8))
-    plan = planner.plan(batch, set())
-    assert plan is not None
-    assert plan.top_p is not None
-    assert plan.top_p.tolist() == [0.6, 1.0]
-    blocks = [[1, 2], list(range(10, 20)), list(range(20, 30))]
-    tables = RestrictedTables(plan, metadata(batch, blocks).block_table)
-    table, lens = tables.choose(torch.tensor([[1, 50, 2, 30, 9, 5, 3]] * 2))
-    assert lens.tolist() == [7, 5 * 4 - 1, 7 * 4 - 2]
-    assert table[0, :2].tolist() == [1, 2]
-    assert table[1, :5].tolist() == [10, 12, 14, 18, 19]
-    assert table[2, :7].tolist() == [20, 22, 24, 25, 26, 28, 29]
-    again, lens = tables.choose(torch.tensor([[100, 0, 0, 0, 0, 0, 0]] * 2))  # another layer
-    assert lens.tolist() == [7, 4 * 4 - 1, 7 * 4 - 2]
-    assert again[1, :4].tolist() == [10, 11, 18, 19]

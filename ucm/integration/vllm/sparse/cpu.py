@@ -86,9 +86,6 @@ class CpuBackend:
         laid_out = _laid_out(packed, self._order(layer, kv_cache)[0])
         return laid_out.reshape(len(block_ids), heads, block_size, head_size).transpose(1, 2)
 
-    def keys_in_place(self, layer: Any, kv_cache: Tensor) -> None:
-        """Return None: some kernels of vLLM reorder keys within a block."""
-
     def require_parts(self, layer: Any) -> None:
         """Accept any layer: PyTorch's own kernel computes parts of it."""
 

@@ -42,28 +42,23 @@ class LatentBackend:
         del layer
         return int(kv_cache.shape[0])
 
-    def scored(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the absorbed queries and the latent keys of the step's decodes.
+    def scored(self, layer: Any, query: Tensor, attn_metadata: Any) -> Tensor:
+        """Return the absorbed queries of the step's decodes.
 
         Args:
             layer: The layer.
             query: ``[num_tokens, num_heads, head_size]``: for each head, a part to absorb and a rotated part.
-            key: ``[num_tokens, latent channels]``: the latent vectors.
-            value: ``[num_tokens, 1, rotated channels]``: the rotated part of the keys.
             attn_metadata: vLLM's ``MLACommonMetadata``.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 
         count = attn_metadata.num_decode_tokens
         projection = layer.W_UK_T  # [num_heads, channels, latent channels]
-        plain, rotated = query[:count].split([projection.shape[1], value.shape[-1]], -1)
+        plain, rotated = query[:count].tensor_split([projection.shape[1]], -1)
         absorbed = torch.bmm(plain.transpose(0, 1), projection).transpose(0, 1)
         wanted = torch.cat((absorbed, rotated), -1)
         # The scale is that of the ordinary heads, and methods apply that of the latent key's channels.
-        keys = torch.cat((key[:count], value[:count].flatten(1)), -1)[:, None]
-        return wanted * (layer.impl.scale * wanted.shape[-1] ** 0.5), keys
+        return wanted * (layer.impl.scale * wanted.shape[-1] ** 0.5)
 
     def restricted(
         self,
@@ -93,11 +88,6 @@ class LatentBackend:
         """Return the latent keys of some blocks, of the only KV head."""
         del layer
         return kv_cache[block_ids][:, :, None]
-
-    def keys_in_place(self, layer: Any, kv_cache: Tensor) -> Tensor:
-        """Return a view of the latent keys."""
-        del layer
-        return kv_cache[:, :, None]
 
 
 def is_latent(attn_metadata: Any) -> bool:

@@ -325,7 +325,6 @@ class AttentionLayers:
     num_blocks = _of_backend(Backend.num_blocks)
     restricted = _of_backend(Backend.restricted)
     read_keys = _of_backend(Backend.read_keys)
-    keys_in_place = _of_backend(Backend.keys_in_place)
     head_layout = _of_backend(PartsBackend.head_layout)
     read = _of_backend(PartsBackend.read)
     attend = _of_backend(PartsBackend.attend)
@@ -342,14 +341,10 @@ class AttentionLayers:
         table: Tensor = getattr(attn_metadata, of.TABLE)
         return table
 
-    def scored(
-        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any
-    ) -> tuple[Tensor, Tensor]:
+    def scored(self, layer_name: str, query: Tensor, attn_metadata: Any) -> Tensor:
         """See `AttentionView.scored`."""
         layer, backend = self._layer(layer_name)
-        if not isinstance(backend, LatentBackend):
-            return query, key
-        return backend.scored(layer, query, key, value, attn_metadata)
+        return backend.scored(layer, query, attn_metadata) if isinstance(backend, LatentBackend) else query
 
     def require_parts(self, layer_name: str) -> None:
         """See `PartsOf.require_parts`."""

@@ -94,10 +94,6 @@ class PagedBackend:
         """Return the keys of some blocks."""
         return self._keys(layer, kv_cache)[block_ids]
 
-    def keys_in_place(self, layer: Any, kv_cache: Tensor) -> Tensor:
-        """Return a view of the keys."""
-        return self._keys(layer, kv_cache)
-
     def require_parts(self, layer: Any) -> None:
         """Refuse backends other than FlashAttention, which returns the log-sum-exp of a part."""
         if not callable(_flash_attention(layer)):

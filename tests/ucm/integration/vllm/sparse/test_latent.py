@@ -100,12 +100,12 @@ def test_products_with_latent_keys_are_those_with_ordinary_keys(served: tuple[An
     found, layers = served
     step = metadata([[0, 0]], [1], [0, 0], tokens=4)
     query, vectors, rotated = random(5, HEADS, PLAIN + ROTATED), random(5, LATENT), random(5, 1, ROTATED)
-    wanted, keys = layers.scored(NAME, query, vectors, rotated, step)
+    wanted = layers.scored(NAME, query, step)
     assert wanted.shape == (1, HEADS, LATENT + ROTATED)  # the decode's only
-    assert keys.shape == (1, 1, LATENT + ROTATED)
+    cached = torch.cat((vectors, rotated[:, 0]), -1)
     ordinary = torch.cat((torch.einsum("hpl,tl->thp", found.W_UK_T, vectors), rotated.expand(-1, HEADS, -1)), -1)
     scores = (query * ordinary).sum(-1)[:1] * SCALE
-    torch.testing.assert_close((wanted * keys).sum(-1) * wanted.shape[-1] ** -0.5, scores)
+    torch.testing.assert_close((wanted * cached[:1, None]).sum(-1) * wanted.shape[-1] ** -0.5, scores)
 
 
 def test_the_table_of_all_requests_has_decodes_first(served: tuple[Any, AttentionLayers]) -> None:
@@ -118,9 +118,8 @@ def test_a_restricted_decode_reads_exactly_its_blocks(served: tuple[Any, Attenti
     found, layers = served
     cache = random(12, BLOCK, LATENT + ROTATED)
     assert (layers.block_size(NAME, cache), layers.num_blocks(NAME, cache)) == (BLOCK, 12)
-    in_place = layers.keys_in_place(NAME, cache)
-    assert in_place is not None
-    assert torch.equal(in_place[:, :, 0], cache)
+    ids = torch.tensor([7, 2])
+    assert torch.equal(layers.read_keys(NAME, cache, ids)[:, :, 0], cache[ids])
     step = metadata([[7, 2, 11, 4], [1, 3, 5, 6]], [60, 64], [8, 9, 10, 0], tokens=40)
     whole = torch.tensor([[7, 11, 4, 4], [1, 3, 5, 6], [8, 9, 10, 0]], dtype=torch.int32)
     lens = torch.tensor([60 - BLOCK, 64, 40], dtype=torch.int32)
@@ -233,7 +232,7 @@ def test_attention_is_that_of_the_chosen_tokens_in_every_step(
     for _ in range(24):
         query = random(2, HEADS, PLAIN + ROTATED)
         _, used = requests.decode(query, written=written)
-        latent, _ = requests.view.scored(NAME, query, query[:, 0, :LATENT], query[:, :1, PLAIN:], used)
+        latent = requests.view.scored(NAME, query, used)
         absorbed = latent / (SCALE * latent.shape[-1] ** 0.5)
         output, _ = requests.layer.impl.forward_mqa(absorbed, requests.cache, used, requests.layer)
         for row, length in enumerate(requests.lengths):
@@ -279,7 +278,7 @@ def test_codes_keep_more_of_the_attention_than_means_and_random_blocks(
         query = random(1, HEADS, PLAIN + ROTATED)
         _, used = requests.decode(query)
         mass = requests.attended(0, query).unflatten(-1, (-1, BLOCK)).sum(-1)[:, 1:-2]
-        wanted, _ = requests.view.scored(NAME, query, query[:, 0, :LATENT], query[:, :1, PLAIN:], used)
+        wanted = requests.view.scored(NAME, query, used)
         means = requests.keys[0][: 64 * BLOCK].unflatten(0, (-1, BLOCK)).mean(1)[1:-2]
         of_means = (wanted[0] @ means.T * wanted.shape[-1] ** -0.5).softmax(-1)
         chosen = {
