@@ -9,7 +9,7 @@ MODEL = f"{_REQUIREMENTS}:_of_model"
 #: Draft models, and other speculative decoding that a method does not serve.
 DRAFTS = f"{_REQUIREMENTS}:_of_drafts"
 #: Kinds of attention layer that call a hook but cannot be served.
-LAYER = f"{_REQUIREMENTS}:_of_layer"
+LAYER = f"{_REQUIREMENTS}:require_layer"
 #: A platform's replacements of vLLM's code: graphs that replay no Python, devices with another cache.
 PLATFORM = f"{_REQUIREMENTS}:_of_platform"
 #: Layers with a KV cache that call no hook.

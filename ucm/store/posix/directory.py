@@ -143,7 +143,6 @@ class Directory:
             BlockUnreadableError: The medium cannot read it; the caller quarantines it, or treats the medium as broken.
             StoreError: The directory rests or cannot be read.
         """
-        self.evictor.start()
         path = self.layout.block(block.key)
         return self._read(block.key, path, lambda direct: read_slices(path, codec, block, direct=direct))
 
@@ -199,7 +198,6 @@ class Directory:
         Raises:
             StoreError: The directory rests, has no room, or cannot be written.
         """
-        self.evictor.start()
         if not self.writes.allows():
             raise self.writes.refusal(self.layout.root)
         where = self.layout.temporary

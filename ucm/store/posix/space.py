@@ -338,7 +338,6 @@ class Evictor:
             used_ns: The time, in nanoseconds since the epoch.
             failed: Called if it cannot be set, for instance because there is no such block.
         """
-        self.start()
         if len(self._touches) < _MOST_TOUCHES:
             self._touches.append((path, used_ns, failed))
         else:  # the directory has been stuck for long

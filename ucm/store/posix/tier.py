@@ -93,6 +93,7 @@ class PosixTier(Tier):
         self._slots = _slots(tuple(roots))
         self._codec, self._authenticator, self._config = place.codec, place.authenticator, config
         self._compresses = options.compression != "none"
+        self._evicts = False
         self._renewed: set[BlockKey] = set()  # the blocks that this tier has renewed in the current span
         self._until = 0  # the end of that span
 
@@ -140,6 +141,7 @@ class PosixTier(Tier):
         Returns:
             Whether the block's time of last use was old.
         """
+        self._start_evictors()
         directory = self._directory(block.key)
         try:
             used = directory.read(known_codec(self._codec), block)
@@ -152,6 +154,7 @@ class PosixTier(Tier):
 
     def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew times of last use in the background."""
+        self._start_evictors()
         if self._is_private:
             return
         now = self.clock.time()
@@ -172,6 +175,7 @@ class PosixTier(Tier):
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Set times of last use in the background; see ``ucm.store.posix.leases``."""
+        self._start_evictors()
         until = lease_end(until, self.clock.time(), self._config)
         for key, depth in depths.items() if until and not self._is_private else ():
             directory, stamp = self._directory(key), kept_until(until, depth)
@@ -241,6 +245,7 @@ class PosixTier(Tier):
         """Write a block's file, compressed if that is configured."""
         del deadline
         directory = self._directory(key)
+        self._start_evictors()
         stored = known_codec(self._codec).pack(pieces) if self._compresses else pieces
         directory.write(key, stored)
         if self._compresses:
@@ -273,6 +278,13 @@ class PosixTier(Tier):
         if until != self._until or len(self._renewed) > _MOST_RENEWED:
             self._renewed, self._until = set(), until
         return self._renewed
+
+    def _start_evictors(self) -> None:
+        """Start those of all directories: also one that this process never uses may hold what dead ones left."""
+        if not self._evicts:
+            self._evicts = True
+            for directory in self._directories:
+                directory.evictor.start()
 
     def _directory(self, key: BlockKey) -> Directory:
         return self._directories[self.lane(key)]

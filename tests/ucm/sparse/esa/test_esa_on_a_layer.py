@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 
@@ -84,9 +85,9 @@ class Case:
         self._write(before)
         query = self.draw(1, HEADS)
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=None))
-        view: Any = self.method.attention
-        view.batch = lambda *_: step(("0", before, 1, TOKENS))
-        self.method.execute_begin(None, None, None)
+        with patch.object(self.method.attention, "batch", autospec=True) as batch:
+            batch.return_value = step(("0", before, 1, TOKENS))
+            self.method.execute_begin(None, None, None)
         dense = self.real.metadata([BLOCKS], [len(self.keys)], [1])
         key, value = self.keys[before:], self.values[before:]
         used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
