@@ -159,8 +159,10 @@ class BlockTopK(SparseMethod):
         attention only a step's decodes can be restricted, so there it is one.
         """
         last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
-        most = 1 if self._latent else self._options.recent_tokens + 1
-        return num_new_tokens if last < prompt else min(num_new_tokens, max(most, prompt - num_computed_tokens))
+        if num_new_tokens <= 1 or last < prompt:
+            return num_new_tokens
+        most = 1 if self._latent else self._recent_tokens + 1
+        return min(num_new_tokens, max(most, prompt - num_computed_tokens))
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts; do not change the allocation."""
@@ -532,7 +534,7 @@ class BlockTopK(SparseMethod):
             share = asked.budget_share or (share if token_budget is None else None)
             top_p = asked.top_p or top_p
         tokens = token_budget or options.token_budget
-        always = options.sink_tokens, options.recent_tokens
+        always = options.sink_tokens, self._recent_tokens
         budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0, top_p)
         if budget.chosen < 1:
             fix = f"set it to {budget.least_tokens} or more"
@@ -543,6 +545,18 @@ class BlockTopK(SparseMethod):
                 fix=fix if token_budget else f"{fix}, or start vLLM with a smaller --block-size",
             )
         return budget
+
+    @property
+    def _recent_tokens(self) -> int:
+        """The tokens before the newest that are always read; a step computes at most one more of an answer.
+
+        vLLM pads the first step of some requests to all drafts after it was limited. With recurrent layers it ends a
+        step where a block ends, or computes nothing.
+        """
+        config, found = self.vllm_config, self._options.recent_tokens
+        if optional(config, "model_config.is_hybrid", False):
+            found = max(found, int(optional(config, "cache_config.block_size") or 1) - 1)
+        return max(found, int(optional(config, "speculative_config.num_speculative_tokens") or 0))
 
     def _is_dense(self, layer_name: str) -> bool:
         if layer_name in self._windowed:
