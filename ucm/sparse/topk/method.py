@@ -156,10 +156,12 @@ class BlockTopK(SparseMethod):
         """Make a step compute so few tokens of an answer that none chooses among blocks that the step completes.
 
         They are few with drafts anyway, and limited when a preempted request computes its answer again. With latent
-        attention only a step's decodes can be restricted, so there it is one.
+        attention only a step's decodes can be restricted, so there it is one. Contexts that are always dense have no
+        limit.
         """
         last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
-        if num_new_tokens <= 1 or last < prompt:
+        least = WORTHWHILE if self._options.min_context is None else self._options.min_context
+        if num_new_tokens <= 1 or last < max(prompt, least - 1):
             return num_new_tokens
         most = 1 if self._latent else self._recent_tokens + 1
         return min(num_new_tokens, max(most, prompt - num_computed_tokens))
