@@ -166,6 +166,18 @@ class BlockTopK(SparseMethod):
         most = 1 if self._latent else self._recent_tokens + 1
         return min(num_new_tokens, max(most, prompt - num_computed_tokens))
 
+    @property
+    def _recent_tokens(self) -> int:
+        """The tokens before the newest that are always read; a step computes at most one more of an answer.
+
+        vLLM pads the first step of some requests to all drafts after it was limited. With recurrent layers it ends a
+        step where a block ends, or computes nothing.
+        """
+        config, found = self.vllm_config, self._options.recent_tokens
+        if optional(config, "model_config.is_hybrid", False):
+            found = max(found, int(optional(config, "cache_config.block_size") or 1) - 1)
+        return max(found, int(optional(config, "speculative_config.num_speculative_tokens") or 0))
+
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts; do not change the allocation."""
         keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
@@ -547,18 +559,6 @@ class BlockTopK(SparseMethod):
                 fix=fix if token_budget else f"{fix}, or start vLLM with a smaller --block-size",
             )
         return budget
-
-    @property
-    def _recent_tokens(self) -> int:
-        """The tokens before the newest that are always read; a step computes at most one more of an answer.
-
-        vLLM pads the first step of some requests to all drafts after it was limited. With recurrent layers it ends a
-        step where a block ends, or computes nothing.
-        """
-        config, found = self.vllm_config, self._options.recent_tokens
-        if optional(config, "model_config.is_hybrid", False):
-            found = max(found, int(optional(config, "cache_config.block_size") or 1) - 1)
-        return max(found, int(optional(config, "speculative_config.num_speculative_tokens") or 0))
 
     def _is_dense(self, layer_name: str) -> bool:
         if layer_name in self._windowed:
