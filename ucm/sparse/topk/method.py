@@ -156,15 +156,15 @@ class BlockTopK(SparseMethod):
         """Make a step compute so few tokens of an answer that none chooses among blocks that the step completes.
 
         They are few with drafts anyway, and limited when a preempted request computes its answer again. With latent
-        attention only a step's decodes can be restricted, so there it is one. Contexts that are always dense have no
+        attention only a step's decodes can be restricted, so there it is one. Tokens that are always dense have no
         limit.
         """
-        last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
-        least = WORTHWHILE if self._options.min_context is None else self._options.min_context
-        if num_new_tokens <= 1 or last < max(prompt, least - 1):
+        if num_new_tokens <= 1:
             return num_new_tokens
+        least = WORTHWHILE if self._options.min_context is None else self._options.min_context
+        dense = max(int(request.num_prompt_tokens), least - 1)
         most = 1 if self._latent else self._recent_tokens + 1
-        return min(num_new_tokens, max(most, prompt - num_computed_tokens))
+        return min(num_new_tokens, max(most, dense - num_computed_tokens))
 
     @property
     def _recent_tokens(self) -> int:

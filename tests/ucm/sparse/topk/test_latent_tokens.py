@@ -41,8 +41,8 @@ def test_answers_are_computed_again_a_few_tokens_at_a_time(computed: int, new: i
 @pytest.mark.parametrize(("more", "least"), [({}, WORTHWHILE), ({"min_context": 500}, 500)])
 def test_answers_that_are_dense_anyway_are_computed_again_at_once(more: dict[str, int], least: int) -> None:
     request, one = SimpleNamespace(num_prompt_tokens=100), method(latent=False, **more)
-    assert one.limit_new_tokens(request, 90, least - 91) == least - 91
-    assert one.limit_new_tokens(request, 90, least - 90) == 10
+    assert one.limit_new_tokens(request, 90, least) == least - 91
+    assert one.limit_new_tokens(request, least - 5, 30) == 10
     planner = SelectionPlanner(one._budget(16), more.get("min_context"), WORTHWHILE)
     assert planner.plan(step(90, least - 91), set()) is None
 
