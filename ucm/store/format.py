@@ -263,7 +263,8 @@ def verify(
         content[:at] = begin
         pour(frames, [content[at:]])
     elif stored.nbytes != header.file_nbytes:
-        raise BlockCorruptError(f"the file has {stored.nbytes} bytes, not {header.file_nbytes}")
+        has = f"{stored.nbytes} bytes, not" if stored.nbytes < header.file_nbytes else "more bytes than"
+        raise BlockCorruptError(f"the file has {has} {header.file_nbytes}")
     for index, nbytes in enumerate(header.slice_sizes):
         layer_slice = content[at : at + nbytes]
         at += nbytes

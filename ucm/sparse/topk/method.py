@@ -146,11 +146,27 @@ class BlockTopK(SparseMethod):
         """Make a step compute so few tokens of an answer that none chooses among blocks that the step completes.
 
         They are few with drafts anyway, and limited when a preempted request computes its answer again. With latent
-        attention only a step's decodes can be restricted, so there it is one.
+        attention only a step's decodes can be restricted, so there it is one. Tokens that are always dense have no
+        limit.
         """
-        last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
-        most = 1 if self._latent else self._options.recent_tokens + 1
-        return num_new_tokens if last < prompt else min(num_new_tokens, max(most, prompt - num_computed_tokens))
+        if num_new_tokens <= 1:
+            return num_new_tokens
+        least = WORTHWHILE if self._options.min_context is None else self._options.min_context
+        dense = max(int(request.num_prompt_tokens), least - 1)
+        most = 1 if self._latent else self._recent_tokens + 1
+        return min(num_new_tokens, max(most, dense - num_computed_tokens))
+
+    @property
+    def _recent_tokens(self) -> int:
+        """The tokens before the newest that are always read; a step computes at most one more of an answer.
+
+        vLLM pads the first step of some requests to all drafts after it was limited. With recurrent layers it ends a
+        step where a block ends, or computes nothing.
+        """
+        config, found = self.vllm_config, self._options.recent_tokens
+        if optional(config, "model_config.is_hybrid", False):
+            found = max(found, int(optional(config, "cache_config.block_size") or 1) - 1)
+        return max(found, int(optional(config, "speculative_config.num_speculative_tokens") or 0))
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts; do not change the allocation."""
@@ -494,7 +510,7 @@ class BlockTopK(SparseMethod):
             token_budget = asked.token_budget
             share = asked.budget_share or (share if token_budget is None else None)
         tokens = token_budget or options.token_budget
-        always = options.sink_tokens, options.recent_tokens
+        always = options.sink_tokens, self._recent_tokens
         budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0)
         if budget.chosen < 1:
             fix = f"set it to {budget.least_tokens} or more"

@@ -64,13 +64,15 @@ def test_the_reasons(kept: Kept, ask: Callable[..., Answer]) -> None:
     whole = kept.path(BIG, 0).read_bytes()
     kept.path(BIG, 0).write_bytes(whole[:-1])
     kept.path(BIG, 1).write_bytes(whole)
+    kept.path(BIG, 2).write_bytes(kept.path(BIG, 2).read_bytes() + bytes(100))  # not all of it is read
     kept.path(SMALL, 0).write_bytes(whole)
     answer = ask("verify", "--directory", kept.root)
     assert answer.code == 1
     assert f"corrupt: the file has {FILE - 1} bytes, not {FILE}\n  {kept.path(BIG, 0)}\n" in answer.out
+    assert f"corrupt: the file has more bytes than {FILE}\n  {kept.path(BIG, 2)}\n" in answer.out
     assert f"foreign: the block's key is {kept.keys[BIG][0].hex()}\n  {kept.path(BIG, 1)}\n" in answer.out
     assert f"foreign: the block belongs to another namespace\n  {kept.path(SMALL, 0)}\n" in answer.out
-    assert answer.out.endswith("Not as they should be: 1 corrupt, 2 foreign.\n")
+    assert answer.out.endswith("Not as they should be: 2 corrupt, 2 foreign.\n")
 
 
 def test_damage_is_quarantined_on_demand(kept: Kept, ask: Callable[..., Answer]) -> None:
