@@ -136,7 +136,7 @@ def _bounce(nbytes: int) -> Buffer:
     nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
     memory: mmap.mmap | None = getattr(_local, "memory", None)
     if memory is None or len(memory) < nbytes:
-        memory = _local.memory = mmap.mmap(-1, nbytes)
+        memory = _local.memory = mmap.mmap(-1, max(ALIGNMENT, nbytes))
     return memoryview(memory)[:nbytes]
 
 
