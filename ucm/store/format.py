@@ -209,7 +209,7 @@ def _is_authentic(
     return True
 
 
-def _check_place(header: BlockHeader, key: BlockKey, namespace: str | None, geometry: BlockGeometry | None) -> None:
+def check_place(header: BlockHeader, key: BlockKey, namespace: str | None, geometry: BlockGeometry | None) -> None:
     """Check that a block is the expected one, of the expected namespace and geometry if these are given.
 
     Raises:
@@ -254,7 +254,7 @@ def verify(
     """
     begin = bytearray(stored[: header_nbytes(bytes(stored[:UNIT]))])
     header = decode(begin, authenticator, any_key=any_key)
-    _check_place(header, key, namespace, geometry)
+    check_place(header, key, namespace, geometry)
     content, at = stored, header.nbytes
     if header.is_compressed:
         frames = unpack(stored[at:], header.file_nbytes - at)
@@ -467,7 +467,7 @@ class HeaderCodec:
         """
         try:
             found = decode(header[: header_nbytes(header)], self.authenticator)
-            _check_place(found, key, self._namespace, self.geometry)
+            check_place(found, key, self._namespace, self.geometry)
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         if found.is_compressed:

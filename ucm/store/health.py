@@ -240,8 +240,8 @@ class Pool:
 
     def _start(self) -> None:
         thread = self._clock.thread(self._run, f"{self._name}-{len(self._threads)}")
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _is_stuck(self) -> bool:
         began = list(self._began.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import pytest
 
-from ucm.store.base import BlockCorruptError, BlockForeignError
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockGeometry
 from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec
+from ucm.store.posix.files import check_file
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.tier import PosixTier
 from ucm.testing.blocks import ODD, Memory, content, fetch, key, save
@@ -179,6 +182,16 @@ def test_each_cause_is_counted_and_logged_once(store: KVStore, path: Path, said:
         is_refused(store, path, damaged)
     assert store.stats()["posix"].failures == {"load.corrupt": 2, "load.foreign": 1}
     assert [line.split(" in tier")[0] for line in said] == ["[UCM.Store] load.corrupt", "[UCM.Store] load.foreign"]
+
+
+@pytest.mark.parametrize("config", ["none"], indirect=True)
+def test_no_memory_is_taken_for_what_a_foreign_header_claims(path: Path, store: KVStore) -> None:
+    assert store.lookup([KEY]) == [True]
+    claim = BlockGeometry((1 << 40,), ODD.fingerprint)
+    path.write_bytes(HeaderCodec(NAMESPACE, claim).encode(KEY, [0]))
+    os.truncate(path, HEADER + claim.nbytes)  # it takes no room
+    with pytest.raises(BlockForeignError):
+        check_file(str(path), KEY, namespace=NAMESPACE, geometry=ODD)
 
 
 def test_a_block_that_was_replaced_meanwhile_stays(

@@ -23,6 +23,7 @@ from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
+    StoreError,
     StoreFullError,
     StoreTimeoutError,
     StoreUnavailableError,
@@ -440,6 +441,19 @@ def test_a_slot_of_a_block_that_failed_is_used_only_under_the_lock(
     assert other.there(KEYS[:5]) == [KEYS[4]]
     for tier, block in ((one, KEYS[3]), (other, KEYS[4])):
         assert bytes(tier.tier.read_file(block, 0.0))[-EVEN.nbytes :] == content(block, EVEN)
+
+
+def test_a_block_for_whose_copy_there_is_no_memory_stays(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> Buffer:
+        raise StoreError(f"there is no memory for {nbytes} bytes")
+
+    one = Tier(config)
+    one.save(KEYS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("ucm.store.memory.segment.aligned_buffer", refuse)
+        with pytest.raises(StoreError, match="no memory"):
+            one.tier.read_file(KEYS[0], 0.0)
+    assert one.there(KEYS[:1]) == KEYS[:1]
 
 
 def test_a_deleted_segment_is_readable_for_a_while(config: StoreConfig, clock: SimulatedClock) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
 
 import pytest
 
 from ucm.background import call_later
 from ucm.store.base import BlockMissingError, StoreUnavailableError
-from ucm.store.health import Breaker
+from ucm.store.health import Breaker, Pool
 from ucm.store.tier import TierCounters
 
 if TYPE_CHECKING:
@@ -84,3 +85,18 @@ def test_reasons_without_end_are_not_said_without_end(said: list[str]) -> None:
     for number in range(100):
         counters.failed("save", StoreUnavailableError(f"reason {number}"))
     assert len(said) == 8
+
+
+def test_a_thread_that_the_system_refuses_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+) -> None:
+    pool, ran = Pool("pool", 1, clock=clock), clock.event()
+    refuse = create_autospec(clock.thread)
+    refuse.return_value.start.side_effect = RuntimeError("can't start new thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "thread", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.submit([ran.set])
+    pool.submit([ran.set])
+    assert ran.wait(1.0)
+    pool.close()

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.base import BlockGeometry, BlockMissingError, StoreFullError, StoreUnavailableError
+from ucm.store.base import (
+    BlockCorruptError,
+    BlockGeometry,
+    BlockMissingError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import directory as posix_directory
@@ -335,6 +341,19 @@ def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pyte
             assert posix_files.read_direct(file.fileno(), [found], 0, len(found)) == len(written)
         assert found == written + bytes(more)
     assert len(lengths) > 10
+
+
+def test_an_empty_file_is_no_reason_to_give_up_direct_io(
+    config: StoreConfig, said: list[str], clock: SimulatedClock
+) -> None:
+    with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
+        save(store, KEYS[:1], ODD)
+    path = Path(Layout(config.directories[0], NAMESPACE).block(KEYS[0]))
+    path.write_bytes(b"")
+    with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
+        assert isinstance(fetch(store, KEYS[:1], ODD)[1][KEYS[0]], BlockCorruptError)
+    assert not path.exists()
+    assert not any("refuses direct I/O" in line for line in said)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINTR, None])

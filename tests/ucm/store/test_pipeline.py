@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -18,7 +20,7 @@ from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
@@ -54,6 +56,27 @@ def cached(both: StoreConfig, store: KVStore) -> Layout:
 def kept(both: StoreConfig, store: KVStore) -> Layout:
     del store
     return Layout(both.directories[0], NAMESPACE)
+
+
+@pytest.mark.parametrize("refused", ["ucm-behind", "ucm-evictor"])
+def test_a_thread_that_the_system_refuses_is_started_by_the_next_use(
+    both: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock, refused: str
+) -> None:
+    made, refuses = clock.thread, create_autospec(threading.Thread, instance=True)
+    refuses.start.side_effect = RuntimeError("can't start new thread")
+
+    def make(target: Callable[[], object], name: str) -> Any:
+        return refuses if name == refused else made(target, name)
+
+    with open_store(both, NAMESPACE, EVEN, clock=clock) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "thread", make)
+            assert save(store, KEYS[:1], EVEN).failed == {}
+            assert store.flush(1) == (refused == "ucm-evictor")
+        assert save(store, KEYS[1:], EVEN).failed == {}
+        assert store.flush(60)
+        assert store.stats()["posix"].saved_blocks == len(KEYS)
+    assert refuses.start.called
 
 
 def served_by(store: KVStore, keys: list[BlockKey]) -> set[str]:

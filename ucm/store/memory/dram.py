@@ -14,7 +14,14 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from ucm.store.base import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
+from ucm.store.base import (
+    BlockCorruptError,
+    BlockForeignError,
+    BlockMissingError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+)
 from ucm.store.format import UNIT, gather, known_codec, nbytes_of, scatter
 from ucm.store.memory.directory import prepare_dram
 from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, delete_blocks, directory_of, segment_nbytes
@@ -120,7 +127,7 @@ class DramTier(Tier):
                 namespace=self._layout.namespace,
                 geometry=self._codec.geometry if self._codec is not None else None,
             )[0]
-        except StoreError as error:
+        except (BlockCorruptError, BlockForeignError, BlockMissingError) as error:
             raise self._refused(place, key, error) from error
 
     def has(self, key: BlockKey) -> bool:

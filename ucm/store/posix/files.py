@@ -32,6 +32,7 @@ from ucm.store.format import (
     UNIT,
     aligned_buffer,
     beyond,
+    check_place,
     decode,
     gather,
     header_nbytes,
@@ -135,7 +136,7 @@ def _bounce(nbytes: int) -> Buffer:
     nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
     memory: mmap.mmap | None = getattr(_local, "memory", None)
     if memory is None or len(memory) < nbytes:
-        memory = _local.memory = mmap.mmap(-1, nbytes)
+        memory = _local.memory = mmap.mmap(-1, max(ALIGNMENT, nbytes))
     return memoryview(memory)[:nbytes]
 
 
@@ -175,8 +176,10 @@ def check_file(
     """
     descriptor, status = open_file(path, os.O_RDONLY)
     try:
+        header = _header(descriptor)
+        check_place(header, key, namespace, geometry)  # before there is memory for what it claims
         # No more than the block should have, and a byte that shows that there are too many.
-        nbytes = min(status.st_size, _header(descriptor).file_nbytes + 1)
+        nbytes = min(status.st_size, header.file_nbytes + 1)
         content = aligned_buffer(nbytes)
         content = content[: read_into(descriptor, [content], 0, nbytes)]
         return verify(content, key, authenticator, namespace=namespace, geometry=geometry, any_key=any_key)

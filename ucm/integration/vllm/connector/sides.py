@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -444,6 +445,7 @@ class WorkerSide:
         self._authentication = key_fingerprint(settings.store.as_store_config())
         self._refusal_said = False
         self._step = 0
+        self._handled: BaseException | None = None  # what is being handled where the step began
         self.report, self._reported = WeightsReport(), WeightsReport()
 
     @property
@@ -482,7 +484,7 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """Begin a step; transfers start with the first step whose plan has the namespace."""
         if plan.step != self._step:
-            self._step = plan.step
+            self._step, self._handled = plan.step, sys.exc_info()[1]
             self._look_at_weights(plan)
             if self._adapters is not None:
                 self.report.adapters = self._adapters.replaced()
@@ -517,8 +519,12 @@ class WorkerSide:
         self.worker.load(plan)
 
     def save(self, plan: StepPlan) -> None:
-        """Save the blocks that a step has filled, after its forward."""
-        self.worker.save(plan)
+        """Save the blocks that a step has filled, after its forward; nothing if an error or a signal has ended that.
+
+        From 0.10.1.1 on, vLLM calls this in a ``finally``.
+        """
+        if sys.exc_info()[1] is self._handled:
+            self.worker.save(plan)
 
     def _has_key_of(self, plan: StepPlan) -> bool:
         """Return whether the scheduler that made a plan has the same authentication key; log once if it has not.

@@ -266,7 +266,8 @@ def chosen_of(
 ) -> Counted:
     """Fill all but the last ``asked`` tokens of a prompt, by what these attend to; return the counters."""
 
-    def copied(_: Any, chunk: Chunk, *__: Any) -> Tensor:
+    def copied(self: BlendWorker, chunk: Chunk, places: Sequence[int], shares: tuple[int, ...]) -> Tensor:
+        del self, places, shares
         kv = torch.zeros(2, LAYERS, chunk.pieces * 64)
         kv[..., : chunk.tokens] = caches.computed(caches.prompt[chunk.start : chunk.end])
         return kv.view(2, LAYERS, chunk.pieces, 64, 1, 1).permute(2, 1, 0, 3, 4, 5)

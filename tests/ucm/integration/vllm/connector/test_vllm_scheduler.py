@@ -363,7 +363,7 @@ def test_whichever_block_of_a_window_is_damaged_the_tokens_are_the_same(
 def silence_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers send nothing to the scheduler, as before vLLM 0.18.0."""
     monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
-    monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda _self: None)
+    monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda self: None)
 
 
 def visible(engine: VllmEngine) -> Counter[Path]:

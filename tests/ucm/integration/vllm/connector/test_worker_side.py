@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec, patch
@@ -32,7 +34,7 @@ from ucm.store.base import BlockKey
 from ucm.store.memory.slab import SlabAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from tests.clock import SimulatedClock
@@ -84,6 +86,30 @@ def test_the_slab_of_chunks_is_opened_before_it_is_known_whose_they_are(tmp_path
     address = SlabAddress("boot", 1, 2, 3, b"token")
     side.begin(StepPlan(1, blend=BlendPlan(slab=address)))
     side._blending.attach.assert_called_once_with(address)
+
+
+@contextmanager
+def forward(side: WorkerSide, plan: StepPlan) -> Iterator[None]:
+    """Enclose a forward as vLLM does."""
+    side.begin(plan)
+    try:
+        yield
+    finally:
+        side.save(plan)
+
+
+def test_a_step_whose_forward_was_left_saves_nothing(made: Side) -> None:
+    """By an error or a signal: vLLM asks for the saves all the same, of blocks that have no KV yet."""
+    plans = [StepPlan(step, "m", saves=MOVES) for step in (1, 2)]
+    with pytest.raises(SystemExit), forward(made.side, plans[0]):
+        sys.exit()
+    made.worker.save.assert_not_called()
+    try:
+        int("none")
+    except ValueError:  # an engine in the process of a client, which may handle an error of its own
+        with forward(made.side, plans[1]):
+            pass
+    made.worker.save.assert_called_once_with(plans[1])
 
 
 def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
