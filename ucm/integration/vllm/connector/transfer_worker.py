@@ -104,6 +104,7 @@ class TransferWorker:
         self._under_way: list[UnderWay[SaveTask]] = []
         self._begun: list[UnderWay[SaveTask]] = []  # saves whose layers are being computed
         self._copied: dict[Part, set[int]] = {}  # these layers
+        self._saved = False  # whether the step's saves have begun
         self._unconfirmed: list[tuple[UnderWay[SaveTask], int]] = []  # with the epoch of each
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -121,7 +122,7 @@ class TransferWorker:
         if plan.step == self._plan.step:
             return
         self._drop_begun()
-        self._plan, self._portions, self._copied = plan, {}, {}
+        self._plan, self._portions, self._copied, self._saved = plan, {}, {}, False
         self._counted.clear()
         for load in self._loading:  # also into blocks that were given to another request after the first was aborted
             if not plan.fresh_block_ids.isdisjoint(load.moves.block_ids):
@@ -268,11 +269,13 @@ class TransferWorker:
             self.counters.failed(operation, error.cause, 1)
 
     def save(self, plan: StepPlan) -> None:
-        """Save the blocks that a step has filled, after its forward."""
+        """Save the blocks that a step has filled, after its forward; a second call of a step does nothing."""
         self._finish_portions()
+        if self._saved:
+            return
         for save in self._begun or map(self._begin_save, self._own(plan.saves)):
             self._finish_copies(save, self._copied.get(save.moves.of, ()))
-        self._begun, self._copied = [], {part: set(self._layers(part)) for part in self.groups}
+        self._begun, self._saved = [], True
         self._settle()
 
     def _settle(self) -> None:
@@ -298,7 +301,7 @@ class TransferWorker:
 
     def layer_computed(self, layer_name: str) -> None:
         """Copy a computed layer of the blocks that the step fills."""
-        if not (self._layer_wise and self._plan.saves):
+        if self._saved or not (self._layer_wise and self._plan.saves):
             return
         for part, transfer in self.groups.items():
             copied = self._copied.setdefault(part, set())

@@ -224,6 +224,17 @@ def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(*, la
     assert not any(said.startswith("copied") for said in setup.transfer.said())
 
 
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_a_step_saves_once(*, layer_wise: bool) -> None:
+    setup = Setup(layer_wise=layer_wise)
+    setup.worker.begin(plan := StepPlan(1, saves=[moves(1, 2)]))
+    setup.worker.save(plan)
+    assert "confirm 1 2" in setup.transfer.said()
+    setup.worker.save(plan)
+    setup.worker.layer_computed(LAYERS[5])
+    assert setup.transfer.said() == []
+
+
 def test_a_step_begins_once() -> None:
     setup = Setup()
     plan = StepPlan(1, late_saves=[moves(5)])
