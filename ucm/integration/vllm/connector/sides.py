@@ -642,7 +642,7 @@ class WorkerSide:
         most = default_bytes() if config.capacity_bytes is None else min(default_bytes(), config.capacity_bytes)
         slices = max(1, memory.group.slices)
         room = min(config.save_queue_bytes // slices, max(1, most // (ranks(self._vllm_config) * len(self._memories))))
-        config = replace(config, save_queue_bytes=room)  # the store hurries when much of it is in use
+        config = replace(config, save_queue_bytes=room)
         store = opening_store(config, f"{namespace}/{self._tag(memory.group)}", memory.geometry, clock=self._clock)
         self.counters.watch(store.stats)
         if isinstance(memory, HostMemory):
