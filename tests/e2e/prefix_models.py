@@ -210,9 +210,10 @@ GATED: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "hidden_act": "silu",
 }
-#: How an engine of such a model is started.
+#: How an engine of such a model is started. Without the type of states, the block size depends on the processor.
 GATED_ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
+    "mamba_ssm_cache_dtype": "float32",
     "max_model_len": 2560,
     "max_num_batched_tokens": 2048,
     "num_gpu_blocks_override": 60,

@@ -236,6 +236,7 @@ class Drafted:
             texts.write_text(json.dumps(whole), encoding="utf-8")
             assert started.reset()
             self.reference = ask(started, [*prompts, *turns])
+            self.again = ask(started, [*turns, *prompts])
         stored = {**engine, **connector(posix(store))}
         with PrefixEngine(environment, directory / "cold", stored, switches) as started:
             self.cold = ask(started, [*prompts, *turns])
@@ -255,11 +256,13 @@ def drafted(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.Temp
 
 
 def test_tokens_with_states_that_move_under_drafts(drafted: Drafted) -> None:
-    half, tokens = len(drafted.short), [answer.tokens for answer in drafted.reference]
-    assert [answer.tokens for answer in drafted.cold] == tokens
+    """After hits of equal lengths: in bfloat16, another length can give other tokens."""
+    assert [answer.tokens for answer in drafted.cold] == [answer.tokens for answer in drafted.reference]
     for answers in (drafted.reset, drafted.restarted):
-        assert [answer.tokens for answer in answers] == [*tokens[half:], *tokens[:half]]
-    assert drafted.accepted > 2 * half
+        alike = [pair for pair in zip(answers, drafted.again, strict=True) if pair[0].cached == pair[1].cached]
+        assert len(alike) > len(drafted.short)
+        assert [one.tokens for one, _ in alike] == [other.tokens for _, other in alike]
+    assert drafted.accepted > 2 * len(drafted.short)
 
 
 def test_states_that_drafts_have_moved_are_found(drafted: Drafted) -> None:
