@@ -63,7 +63,8 @@ def test_answers_are_the_same(environments: Environments, tmp_path: Path) -> Non
         crowd = name.startswith("16")
         # vLLM 0.27.1 drops the counts of steps without an output. One request at a time finds none in its own cache.
         loaded = row["loaded_bytes"] if crowd else row["loaded_bytes"] + row["cached_tokens"]
-        assert (loaded > 0) == ("after" in name), row
+        # In a crowd, a preempted request may load what it has saved.
+        assert (loaded > 0) == ("after" in name) or (crowd and loaded), row
         assert row["aborted"] == (4 if crowd else 0), row
         # Requests whose loads end late do not run together, so that none is preempted; then a note says so.
         noted = any(note.startswith(f"{name}: vLLM counted no preemption") for note in data["notes"])
