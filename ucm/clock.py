@@ -70,6 +70,15 @@ class Clock:
         """
         return threading.Thread(target=target, name=name, daemon=True)
 
+    def started(self, target: Callable[[], object], name: str) -> Thread | None:
+        """Return a thread that was started; None if the system allows no more, so that a later use can try again."""
+        thread = self.thread(target, name)
+        try:
+            thread.start()
+        except RuntimeError:
+            return None
+        return thread
+
 
 #: The clock of an engine, and the default wherever a clock is a parameter.
 SYSTEM = Clock()

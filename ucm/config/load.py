@@ -15,11 +15,11 @@ from ucm.background import Later, call_later, wait_for_all
 from ucm.clock import SYSTEM
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
 from ucm.config.problems import NO_VALUE, Place, RefusedValueError, found_or_problems, unknown, wrong
-from ucm.config.settings import DRAM, LOCAL, POSIX, ConnectorConfig, StoreSettings, format_size
+from ucm.config.settings import ConnectorConfig, StoreSettings, format_size
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
-from ucm.store.config import OURS, pipeline_parts
+from ucm.store.config import DRAM, LOCAL, OURS, POSIX, pipeline_parts
 from ucm.store.memory.directory import check_apart
 from ucm.store.posix.paths import distrust, group_id
 

@@ -22,7 +22,17 @@ from pydantic import (
 
 from ucm.config.document import path_problem
 from ucm.config.problems import RefusedValueError
-from ucm.store.config import BOUNDS, ENTRY_POINT_GROUP, OURS, StoreConfig, Within, option_types, pipeline_parts
+from ucm.store.config import (
+    BOUNDS,
+    DRAM,
+    ENTRY_POINT_GROUP,
+    OURS,
+    POSIX,
+    StoreConfig,
+    Within,
+    option_types,
+    pipeline_parts,
+)
 from ucm.store.shares import weights_problem
 
 _UNITS = {"b": 1}
@@ -37,9 +47,6 @@ LEAST_BARE = 1 << 20
 #: The most seconds of a duration, ten years: what waits for longer overflows the system's calls.
 _MOST_SECONDS = 10 * 366 * 86400.0
 
-#: The names of the Posix tier and of the Dram tier in a pipeline, and of all back ends that need no server.
-POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
-LOCAL = POSIX | DRAM | {"Empty"}
 #: Settings that apply only to some tiers.
 ONLY_WITH = {
     "directories": POSIX,

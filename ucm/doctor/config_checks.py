@@ -19,6 +19,7 @@ from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import FILE_KEY, method_of_file
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import method_class
+from ucm.store.config import DRAM, LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,8 +32,7 @@ CHECK, SPARSE, LATENT, BLENDING = "configuration", "sparse settings", "latent at
 MODEL = "model"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
-_WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
-MEMORY, _IN_MEMORY = "memory tier", frozenset({"Dram", "Cache"})
+MEMORY = "memory tier"
 NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its weights, vLLM's own settings"
 
 
@@ -92,7 +92,7 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
 def _check_memory(config: ConnectorConfig) -> list[Finding]:
     """Check that the Dram tier's directory is in memory; nothing if there is none yet."""
     root = config.store.dram_directory
-    if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
+    if not config.store.parts & DRAM or not Path(root).is_dir():
         return []
     from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - few configurations need it, and what it needs
 
@@ -104,7 +104,7 @@ def _check_memory(config: ConnectorConfig) -> list[Finding]:
 
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
     """Check whether the tiers on servers can be reached from this host."""
-    asked = [name for name in config.store.as_store_config().parts if name not in _WITHOUT_SERVERS]
+    asked = [name for name in config.store.as_store_config().parts if name not in LOCAL]
     if not asked:
         return []
     from ucm.store.base import StoreError  # noqa: PLC0415 - few configurations need it, and what it needs

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ucm.commands.store.places import opened_server
 from ucm.config.document import FILE_KEY
 from ucm.config.load import check_connector_config
-from ucm.config.settings import DRAM, LOCAL, ONLY_WITH, POSIX
+from ucm.config.settings import ONLY_WITH
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
-from ucm.store.config import OURS
+from ucm.store.config import DRAM, LOCAL, OURS, POSIX
 from ucm.store.factory import is_on_servers
 from ucm.store.format import namespace_digest
 

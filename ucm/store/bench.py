@@ -25,6 +25,7 @@ import numpy as np
 
 from ucm.errors import UcmError
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
+from ucm.store.config import DRAM
 from ucm.store.factory import authenticator_of, is_on_servers, open_store, open_tier, remove_blocks
 from ucm.store.format import aligned_buffer, checksum
 from ucm.store.memory.segment import delete_blocks
@@ -126,7 +127,7 @@ class Figures:
 
 def beside(config: StoreConfig) -> dict[str, str]:
     """Return the figure that each of a store's figures is compared with."""
-    return {**(_BESIDE_MEMORY if config.parts[0] in {"Dram", "Cache"} else _BESIDE_FILES), "staged": "memcpy"}
+    return {**(_BESIDE_MEMORY if config.parts[0] in DRAM else _BESIDE_FILES), "staged": "memcpy"}
 
 
 def bench(
@@ -169,10 +170,7 @@ class _Run:
     """The memory, the files and the store of one benchmark."""
 
     def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool) -> None:
-        if "Posix" in config.parts:
-            roots = list(config.directories)
-        else:
-            roots = [config.dram_directory] if {"Dram", "Cache"} & set(config.parts) else [tempfile.gettempdir()]
+        roots = config.roots or [tempfile.gettempdir()]
         namespace = f"bench-{os.getpid()}"
         cleanup = stack.enter_context(ExitStack())  # runs after the store is closed, which may still write
         self._config, self._workload, self._keys = config, workload, workload.keys

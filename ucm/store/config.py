@@ -18,6 +18,9 @@ from ucm.store.shares import weights_problem
 GIB = 1 << 30
 #: The built-in back ends, by their names in a pipeline.
 OURS = ("Posix", "Dram", "Cache", "Redis", "Mooncake", "S3", "Empty")
+#: Those of the Posix tier and of the Dram tier, and of all that need no server.
+POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
+LOCAL = POSIX | DRAM | {"Empty"}
 #: The entry-point group of third-party back ends.
 ENTRY_POINT_GROUP = "ucm.stores"
 
@@ -161,9 +164,8 @@ class StoreConfig:
     @property
     def roots(self) -> list[str]:
         """The directories in which our tiers keep blocks."""
-        parts = set(self.parts)
-        found = list(self.directories) if "Posix" in parts else []
-        return found + ([self.dram_directory] if parts & {"Dram", "Cache"} else [])
+        found = list(self.directories) if POSIX.intersection(self.parts) else []
+        return found + ([self.dram_directory] if DRAM.intersection(self.parts) else [])
 
     @property
     def capacity_bytes(self) -> int | None:

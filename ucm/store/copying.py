@@ -152,10 +152,7 @@ class WriteBehind:
             if not full and not self._closed:
                 self._waiting.append(_Waiting(key, depth, retain_until))
                 if self._thread is None:
-                    thread = self._clock.thread(self._run, "ucm-behind")
-                    with suppress(RuntimeError):  # the system allows no more threads: the next block tries again
-                        thread.start()
-                        self._thread = thread
+                    self._thread = self._clock.started(self._run, "ucm-behind")
                 self._changed.notify_all()
         if full:
             self._tier.counters.failed(

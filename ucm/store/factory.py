@@ -28,7 +28,7 @@ from ucm.store.base import (
     TierStats,
     TransferTask,
 )
-from ucm.store.config import ENTRY_POINT_GROUP, OURS
+from ucm.store.config import DRAM, ENTRY_POINT_GROUP, OURS, POSIX
 from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
 from ucm.store.guard import unexpected
 from ucm.store.memory.directory import check_apart
@@ -308,7 +308,7 @@ def open_store(
                 fix="remove them, or add the tier to the pipeline",
             )
     if "Posix" in names:
-        check_apart(config.directories, None if {"Dram", "Cache"}.isdisjoint(names) else config.dram_directory)
+        check_apart(config.directories, None if DRAM.isdisjoint(names) else config.dram_directory)
     authenticator = authenticator_of(config)
     try:
         codec = HeaderCodec(namespace, geometry, authenticator) if geometry is not None else None
@@ -421,7 +421,7 @@ def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey])
     for root in config.roots:
         shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
     for name in config.parts:
-        if name not in {"Posix", "Dram", "Cache"} and is_tier(back_end_class(name)):
+        if name not in POSIX | DRAM and is_tier(back_end_class(name)):
             with suppress(StoreError), closing(open_tier(config, name, namespace)) as tier:
                 tier.drop(keys)
 

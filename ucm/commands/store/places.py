@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from ucm.config.document import FILE_KEY, read_document
 from ucm.config.load import read_store_settings
-from ucm.config.settings import DRAM, POSIX, ConnectorConfig, StoreSettings
+from ucm.config.settings import ConnectorConfig, StoreSettings
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError, UcmError
 from ucm.sparse.factory import OFFLOADING
-from ucm.store.config import StoreConfig, pipeline_parts
+from ucm.store.config import DRAM, POSIX, StoreConfig, pipeline_parts
 from ucm.store.factory import is_on_servers, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.inspection import unmarked

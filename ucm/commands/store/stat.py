@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ucm.commands.options import answer, many, table
 from ucm.commands.store.places import Directory, Places, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, ago, blocks_and_bytes, iso, progress
-from ucm.config.settings import LOCAL, format_size
+from ucm.config.settings import format_size
 from ucm.errors import ConfigError
 from ucm.salts import NO_SALT, tag_name
 from ucm.store.base import StoreError
+from ucm.store.config import LOCAL
 from ucm.store.factory import ask_tier
 from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 

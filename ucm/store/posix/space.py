@@ -327,10 +327,7 @@ class Evictor:
         if self._thread is None:
             with self._lock:
                 if self._thread is None and not self._closed:
-                    thread = self._clock.thread(self._run, "ucm-evictor")
-                    with suppress(RuntimeError):  # the system allows no more threads: the next use tries again
-                        thread.start()
-                        self._thread = thread
+                    self._thread = self._clock.started(self._run, "ucm-evictor")
 
     def touch(self, path: str, used_ns: int, failed: Callable[[], None] = lambda: None) -> None:
         """Set a block's time of last use soon, unless it is later; see ``LeaseRules.joined``.

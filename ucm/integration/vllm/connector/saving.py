@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import Counter, deque
-from contextlib import suppress
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -267,10 +266,7 @@ class Saver:
             self._tasks[next(self._begun)] = task
             if self._thread is not None or self._closed.is_set():
                 return
-            thread = self._clock.thread(self._free, "ucm-free")
-            with suppress(RuntimeError):  # the system allows no more threads: the next save tries again
-                thread.start()
-                self._thread = thread
+            self._thread = self._clock.started(self._free, "ucm-free")
 
     def _free(self) -> None:
         enter_background()

@@ -8,7 +8,6 @@ verified by then. A medium that does not answer delays no other request: it is n
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -398,9 +397,8 @@ class Stager:
         with self._changed:
             if self._idle or self._closed or len(self._threads) == self._most_threads:
                 return
-            thread = self.clock.thread(self._work, f"ucm-stage-{len(self._threads)}")
-            with suppress(RuntimeError):  # the system allows no more threads: the others do the work
-                thread.start()
+            thread = self.clock.started(self._work, f"ucm-stage-{len(self._threads)}")
+            if thread is not None:  # else the others do the work
                 self._threads.append(thread)
                 self._idle += 1
 
