@@ -112,8 +112,9 @@ class TimedEngine(ProcessGroup):
     def ask(self, *prompts: list[int], answer: int = 1) -> list[FirstToken]:
         """The first tokens of some prompts, requested one right after the other, or answers of so many tokens."""
         if answer == 1:
-            return [FirstToken(**one) for one in self._call("generate", *prompts)]
-        return [FirstToken(**one) for one in self.crowd(1, answer, prompts, PATIENCE)["answers"]]
+            answers = self._call("generate", *prompts, patience=PATIENCE * len(prompts))
+            return [FirstToken(**one) for one in answers]
+        return [FirstToken(**one) for one in self.crowd(1, answer, prompts, PATIENCE * len(prompts))["answers"]]
 
     def crowd(self, clients: int, answer: int, prompts: Sequence[list[int]], patience: float) -> dict[str, Any]:
         """What clients get who send prompts at the same time; see `inside/ttft.py`.

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class Engine:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - the standard output is vLLM's from here on
 
         self._llm = LLM(**arguments)
-        self._params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        #: ``LLM.generate`` changes the ones that it gets, so that nothing but the last output is ever returned.
+        self._params = partial(SamplingParams, temperature=0.0, detokenize=False)
         self._crowds = 0
 
     def generate(self, *prompts: list[int]) -> list[dict[str, Any]]:
@@ -35,7 +37,7 @@ class Engine:
         answers = []
         for prompt in prompts:
             begin = time.perf_counter()
-            (output,) = self._llm.generate({"prompt_token_ids": prompt}, self._params, use_tqdm=False)
+            (output,) = self._llm.generate({"prompt_token_ids": prompt}, self._params(max_tokens=1), use_tqdm=False)
             seconds = time.perf_counter() - begin
             cached = output.num_cached_tokens
             answers.append({"tokens": list(output.outputs[0].token_ids), "cached": cached, "seconds": seconds})
@@ -52,10 +54,12 @@ class Engine:
         Returns:
             The seconds of all together; and for each prompt the seconds to its first token, how many of its tokens
             were cached, and its tokens.
+
+        Raises:
+            RuntimeError: The first output of a request has more than its first token, so the times are not those of it.
         """
         engine = self._llm.llm_engine
-        params = self._params.clone()
-        params.max_tokens, params.ignore_eos = answer, True
+        params = self._params(max_tokens=answer, ignore_eos=True)
         # A connector may still save for a request of the last crowd: no name is used twice.
         self._crowds += 1
         names = [f"{self._crowds}-{number}" for number in range(len(prompts))]
@@ -69,10 +73,12 @@ class Engine:
                 sent[name] = time.perf_counter()
                 engine.add_request(name, {"prompt_token_ids": prompt}, params)
             for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+                if output.request_id not in first and len(tokens) > 1:
+                    raise RuntimeError(f"the first output of a request has {len(tokens)} tokens")
                 first.setdefault(output.request_id, time.perf_counter())
                 if output.finished:
                     seconds = first[output.request_id] - sent[output.request_id]
-                    tokens = list(output.outputs[0].token_ids)
                     answers[output.request_id] = {
                         "seconds": seconds,
                         "cached": output.num_cached_tokens,
