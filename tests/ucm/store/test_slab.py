@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from ast import literal_eval
+from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ KEYS = [key(number) for number in range(8)]
 #: The program of another process: create a slab, fill a row, print the address, and wait to be killed.
 OWNER = f"""
 import sys
+from dataclasses import astuple
 from ucm.testing.blocks import key
 from ucm.store.memory.slab import PAGE, Slab
 slab = Slab({ROWS} * PAGE, 2)
@@ -39,16 +41,15 @@ slab.lay_out({sum(SIZES)})
 row, _ = slab.claim(0, key(0))
 memory = slab.memory(row, 0, {sum(SIZES)})
 memory[:] = b"".join(bytes([number + 1]) * nbytes for number, nbytes in enumerate({SIZES}))
-address = slab.address
-print(address.boot, address.pid, address.descriptor, address.inode, address.token.hex(), slab.offset(row), flush=True)
+print(repr((astuple(slab.address), slab.offset(row))), flush=True)
 while sys.stdin.readline():
     print(slab.records(), flush=True)
 """
 
 
-@pytest.fixture
-def slab(clock: SimulatedClock) -> Iterator[Slab]:
-    made = Slab(ROWS * PAGE, 2, clock=clock)
+@pytest.fixture(params=[False, True], ids=["shared", "private"])
+def slab(clock: SimulatedClock, request: pytest.FixtureRequest) -> Iterator[Slab]:
+    made = Slab(ROWS * PAGE, 2, private=request.param, clock=clock)
     made.lay_out(sum(SIZES))
     yield made
     made.close()
@@ -108,17 +109,42 @@ def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabRea
     ) as owner:
         assert owner.stdin is not None
         assert owner.stdout is not None
-        boot, pid, descriptor, inode, token, place = owner.stdout.readline().split()
-        address = SlabAddress(boot, int(pid), int(descriptor), int(inode), bytes.fromhex(token))
+        parts, place = literal_eval(owner.stdout.readline())
+        address = SlabAddress(*parts)
         assert reader.attach(address, 1, {"hello": [1, 2]})
         owner.stdin.write("\n")
         owner.stdin.flush()
         assert owner.stdout.readline().strip() == "{1: {'hello': [1, 2]}}"
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    assert copied(reader, int(place)) == [b"\x01" * 10, b"\x02" * 20, b"\x03" * 5]
-    assert copied(reader, int(place) + 10, first=1) == [b"\x02" * 20, b"\x03" * 5]
+    assert copied(reader, place) == [b"\x01" * 10, b"\x02" * 20, b"\x03" * 5]
+    assert copied(reader, place + 10, first=1) == [b"\x02" * 20, b"\x03" * 5]
     assert not SlabReader(clock=clock).attach(address, 1, {})  # it disappeared with its owner
+
+
+def test_private_memory_is_not_for_other_processes(clock: SimulatedClock) -> None:
+    slab = Slab(ROWS * PAGE, 2, private=True, clock=clock)
+    program = (
+        "import ast, sys; from ucm.store.memory.slab import SlabAddress, SlabReader; "
+        "print(SlabReader().attach(SlabAddress(*ast.literal_eval(sys.argv[1])), 1, {}))"
+    )
+    asked = [sys.executable, "-c", program, repr(astuple(slab.address))]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert slab.records() == {}
+    slab.close()
+
+
+def test_private_memory_is_given_back(clock: SimulatedClock) -> None:
+    slab = Slab(ROWS * PAGE, 1, private=True, clock=clock)
+    slab.lay_out(PAGE)
+    row = fill(slab, 0)[0]
+    slab.release([row])
+    for _ in range(2):
+        clock.advance(slabs.KEEP_SECONDS)
+        slab.trim()
+    assert slab.holds(0, KEYS[:1]) == 0
+    assert bytes(slab.memory(row, 0, PAGE)) == bytes(PAGE), "the next use of the page is its first"
+    slab.close()
 
 
 def test_nothing_but_the_slab_is_taken_for_it(slab: Slab, clock: SimulatedClock) -> None:
@@ -156,7 +182,7 @@ def test_a_rank_replaces_its_report_and_keeps_its_record(slab: Slab, reader: Sla
     assert slab.reports() == {1: {"number": 3}}
     assert slab.records() == {1: {"hello": 1}}
     at = 2 * PAGE + 2 * slabs.RECORD_BYTES - PAGE - PAGE
-    slab._memory[at + slabs._RECORD.size] ^= 1  # as if it were being written
+    slab._head[at + slabs._RECORD.size] ^= 1  # as if it were being written
     assert slab.reports() == {}
 
 
@@ -185,7 +211,7 @@ def test_what_cannot_be_copied_is_told(slab: Slab, reader: SlabReader) -> None:
     block = BlockTransfer(KEYS[0], [memoryview(bytearray(PAGE))])
     assert "does not exist" in str(reader.load([block], [0], ["posix"]).wait().failed[KEYS[0]])
     assert reader.attach(slab.address, 0, {})
-    end = os.fstat(slab.address.descriptor).st_size
+    end = ROWS * PAGE
     assert not reader.load([block], [end - PAGE], ["posix"]).wait().failed
     assert "ends before" in str(reader.load([block], [end - PAGE + 1], ["posix"]).wait().failed[KEYS[0]])
     frozen = BlockTransfer(KEYS[0], [memoryview(bytes(LARGE_BYTES))])

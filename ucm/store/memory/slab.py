@@ -9,6 +9,9 @@ its host, and the format of their blocks.
     0                         the address's token, so that a process detects a wrong file
     4096 + 65536 * rank       the record of a rank, and in the last 4096 bytes of its room what it reports while it runs
     …                         rows: room for one block of one KV-cache group, the parts of all ranks one after the other
+
+If the only worker is in the scheduler's process, the rows are private memory instead. There the system grants huge
+pages, whose first use takes a quarter of the time; it rarely grants them to shared memory.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ KEEP_SECONDS = 60.0
 #: Seconds after which a block is read again when it is wanted, so that the tiers see that it is in use.
 STALE_SECONDS = 600.0
 _MADV_POPULATE_WRITE = 23
+#: Without ``MAP_NORESERVE``, which Python does not name, a system may refuse a limit that exceeds its free memory.
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 #: Threads that copy out of the slab in each worker.
 COPY_THREADS = 2
 
@@ -95,6 +100,7 @@ class SlabAddress:
         descriptor: The file's descriptor in the owner's process.
         inode: The file's inode.
         token: The bytes at the beginning of the file.
+        begin: The offset of the rows in the file.
     """
 
     boot: str
@@ -102,6 +108,7 @@ class SlabAddress:
     descriptor: int
     inode: int
     token: bytes
+    begin: int
 
 
 class State(Enum):
@@ -148,24 +155,31 @@ class Slab:
         ranks: The number of workers that write a record.
         longest: The bytes of the longest request; so much memory is touched now, but no more than an eighth of the
             limit.
+        private: Whether no worker is in another process.
         clock: What time passes by.
     """
 
-    def __init__(self, nbytes: int, ranks: int, longest: int = 0, *, clock: Clock = SYSTEM) -> None:
+    def __init__(
+        self, nbytes: int, ranks: int, longest: int = 0, *, private: bool = False, clock: Clock = SYSTEM
+    ) -> None:
         self._clock = clock
         self.changed = clock.condition()
-        self._begin = PAGE + ranks * RECORD_BYTES
         self._ranks = ranks
-        self._nbytes = self._begin + max(PAGE, nbytes // PAGE * PAGE)
+        self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
         self._file = os.memfd_create("ucm-staging")
-        os.ftruncate(self._file, self._nbytes)
-        self._memory = memoryview(mmap.mmap(self._file, self._nbytes))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        begin = PAGE + ranks * RECORD_BYTES
+        os.ftruncate(self._file, begin if private else begin + self._nbytes)
+        self._head = mmap.mmap(self._file, begin)
+        rows = mmap.mmap(-1, self._nbytes, _PRIVATE) if private else mmap.mmap(self._file, self._nbytes, offset=begin)
+        self._give_back = mmap.MADV_DONTNEED if private else mmap.MADV_REMOVE
+        self._memory = memoryview(rows)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
         token = secrets.token_bytes(16)
-        self._memory[: len(token)] = token
-        self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token)
+        self._head[: len(token)] = token
+        self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token, begin)
         _of_this_process[token] = self
         self._touched_bytes = min(longest, nbytes // _TOUCHED_SHARE)
+        self._advise(mmap.MADV_HUGEPAGE, 0, self._nbytes)
         self._advise(_MADV_POPULATE_WRITE, 0, self._touched_bytes)
         self._row_bytes = 0
         self._rows = 0
@@ -190,9 +204,9 @@ class Slab:
         found = {}
         for rank in range(self._ranks):
             at = PAGE + rank * RECORD_BYTES + offset
-            length, expected = _RECORD.unpack_from(self._memory, at)
+            length, expected = _RECORD.unpack_from(self._head, at)
             if 0 < length <= room - _RECORD.size:
-                text = bytes(self._memory[at + _RECORD.size : at + _RECORD.size + length])
+                text = self._head[at + _RECORD.size : at + _RECORD.size + length]
                 if checksum(text) == expected:
                     found[rank] = json.loads(text)
         return found
@@ -200,15 +214,15 @@ class Slab:
     def lay_out(self, row_bytes: int) -> int:
         """Set the size of a row in bytes, and return how many there is room for; called once."""
         self._row_bytes = -(-row_bytes // PAGE) * PAGE
-        self._rows = (self._nbytes - self._begin) // self._row_bytes
+        self._rows = self._nbytes // self._row_bytes
         self._kept = min(self._touched_bytes, _KEPT_BYTES) // self._row_bytes
         self._fresh = self._most = self._touched_bytes // self._row_bytes
         self._free.extend(range(self._fresh))
         return self._rows
 
     def offset(self, row: Row) -> int:
-        """Return the offset of a row in the slab."""
-        return self._begin + row.number * self._row_bytes
+        """Return the offset of a row from the first one."""
+        return row.number * self._row_bytes
 
     def memory(self, row: Row, share: int, nbytes: int) -> Buffer:
         """Return the memory of a rank's part of a block.
@@ -222,7 +236,7 @@ class Slab:
         return self._memory[at : at + nbytes]
 
     def whole(self) -> memoryview:
-        """Return all of the slab's memory, read-only."""
+        """Return the memory of all rows, read-only."""
         return self._memory.toreadonly()
 
     def knows(self, group: int, key: BlockKey) -> bool:
@@ -315,7 +329,7 @@ class Slab:
                 number = self._free.popleft() if self._free else self._take_unused()
             if number is None:
                 return
-            self._advise(mmap.MADV_REMOVE, number * self._row_bytes, self._row_bytes)
+            self._advise(self._give_back, number * self._row_bytes, self._row_bytes)
             with self.changed:
                 self._bare.append(number)
 
@@ -330,7 +344,7 @@ class Slab:
         scheduler's thread.
         """
         if nbytes:
-            _madvise(self._address + self._begin + offset, nbytes, advice)
+            _madvise(self._address + offset, nbytes, advice)
 
     def _use(self, row: Row) -> None:
         if not row.users:
@@ -409,10 +423,13 @@ class SlabReader:
         if len(text) > _REPORT_AT - _RECORD.size:
             return False
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
+        own = _of_this_process.get(address.token)
         try:
             status = os.stat(path)  # noqa: PTH116 - the link's target
             if address.boot != _boot() or not stat.S_ISREG(status.st_mode) or status.st_ino != address.inode:
                 return False
+            if own is None and status.st_size == address.begin:
+                return False  # its rows are private
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if os.pread(file, len(address.token), 0) != address.token:
@@ -421,8 +438,10 @@ class SlabReader:
                 os.pwrite(file, text, at + _RECORD.size)
                 os.pwrite(file, _RECORD.pack(len(text), checksum(text)), at)
                 self._report = mmap.mmap(file, PAGE, offset=at + _REPORT_AT)
-                own = _of_this_process.get(address.token)
-                self._memory = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ)) if own is None else own.whole()
+                if own is None:
+                    self._memory = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ, offset=address.begin))
+                else:
+                    self._memory = own.whole()
             finally:
                 os.close(file)
         except OSError:

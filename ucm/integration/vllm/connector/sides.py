@@ -100,7 +100,9 @@ def create_slab(
     capacity = settings.store.as_store_config().capacity_bytes
     if capacity is not None:
         longest = min(longest, capacity)
-    return Slab(settings.staging or default_bytes(), ranks, longest, clock=clock)
+    # vLLM's UniProcExecutor, its default for one rank, runs the worker in the scheduler's process.
+    private = optional(vllm_config.parallel_config, "distributed_executor_backend") == "uni"
+    return Slab(settings.staging or default_bytes(), ranks, longest, private=private, clock=clock)
 
 
 def tags_of(vllm_config: VllmConfig, groups: CacheGroups) -> dict[int, list[str]]:
