@@ -167,7 +167,7 @@ class Slab:
         self._ranks = ranks
         self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
         self._file = os.memfd_create("ucm-staging")
-        begin = PAGE + ranks * RECORD_BYTES
+        begin = (1 + ranks) * RECORD_BYTES  # also where a page has 64 KiB
         os.ftruncate(self._file, begin if private else begin + self._nbytes)
         self._head = mmap.mmap(self._file, begin)
         rows = mmap.mmap(-1, self._nbytes, _PRIVATE) if private else mmap.mmap(self._file, self._nbytes, offset=begin)
