@@ -2,8 +2,7 @@
 
 The static checks import neither vLLM nor torch and create no files. ``--config FILE`` also checks a settings file, as
 an engine does when it creates its connector. ``--run`` starts a short real engine in a child process and counts the
-hooks that fire in each of its processes. With both, a second engine tries the sparse method or the blending of the
-file; the finding ``trial`` says what it did.
+hooks that fire in each of its processes.
 
 ``ucm doctor --json`` prints one object. Its keys are stable; new ones may be added. Unknown values are null, paths are
 absolute.

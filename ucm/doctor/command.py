@@ -291,8 +291,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="also run a small engine, and count the hook calls in each process; with --config, a second one tries the "
-        "file's sparse method or blending",
+        help="also run a small engine, and count the hook calls in each process",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="also check a settings file, as an engine does when it starts"
@@ -331,7 +330,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _run(report: Report, options: argparse.Namespace) -> Report:
-    model, timeout = options.model, options.timeout or DEFAULT_TIMEOUT
+    timeout = options.timeout or DEFAULT_TIMEOUT
     manifest = report.overlays[0].manifest if report.overlays else None
     if not report.overlays and not has_error(report.findings):
         what = "no engine was started: no overlay is installed, so there are no hooks to count"
@@ -342,10 +341,5 @@ def _run(report: Report, options: argparse.Namespace) -> Report:
         skipped = Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")
         return report.with_findings([skipped])
     say_aside(f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …")
-    run = run_engine(model, timeout, manifest)
-    findings = check_run(run)
-    if options.config is not None and not has_error(findings):
-        from ucm.doctor.run import try_settings  # noqa: PLC0415 - few runs try settings
-
-        findings += try_settings(options.config, model, timeout)
-    return report.with_findings(findings, run)
+    run = run_engine(options.model, timeout, manifest)
+    return report.with_findings(check_run(run), run)

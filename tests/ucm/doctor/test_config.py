@@ -249,19 +249,6 @@ def test_what_rerope_wants_is_said(complete: Site, tmp_path: Path) -> None:
     assert "distances reach 512, growing by one for every 16 tokens before the window" in details[1]
 
 
-@pytest.mark.parametrize("method", ["", "ucm_sparse_config: {ReRoPE: {window: 8}}"])
-def test_what_an_engine_does_not_take_is_told_with_its_output(complete: Site, tmp_path: Path, method: str) -> None:
-    """The small vLLM runs the probe, and answers no request of a trial; without a method there is none."""
-    file = write(tmp_path, f"store: {{directories: {tmp_path}}}\n{method}\n")
-    answer = complete.doctor("--run", "--json", "--config", str(file))
-    trials = [finding for finding in answer.data["findings"] if finding["check"] == "trial"]
-    assert (answer.code, len(trials)) == ((1, 1) if method else (0, 0)), answer.out
-    for found in trials:
-        assert found["what"] == "an engine with ReRoPE failed"
-        assert "ReRoPE needs hooks in the model runner, and this one calls none" in "\n".join(found["details"])
-        assert Path(found["details"][-1].partition(": ")[2]).is_file()
-
-
 def test_a_memory_tier_on_a_disk_is_refused(tmp_path: Path, memory: str) -> None:  # noqa: F811
     file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{memory}', dram_capacity: 64MiB}}\n")
     assert [found.check for found in check_config(file)] == ["configuration"]
