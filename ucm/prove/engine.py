@@ -1,4 +1,4 @@
-"""The child process of ``ucm prove``: one vLLM engine that answers the planned requests, greedily; or a tier's speed.
+"""The child process of ``ucm prove``: one vLLM engine that answers the planned requests, greedily.
 
 ``python -m ucm.prove.engine PLAN RESULT`` reads the plan that `ucm.prove.run` wrote, and appends one JSON object per
 line to the result: first what runs (``about``), the prompts if it had to make them, and then each phase as soon as it
@@ -32,8 +32,6 @@ ANSWER, TOP = 24, 5
 PROMPTS_COMPUTED, ANSWERS_COMPUTED = 42, 37
 #: Of the time that is left, so much is planned for. A prompt has at least so many blocks.
 SHARE, BLOCKS = 0.7, 4
-#: Layer slices of a test block.
-SLICES = 16
 #: Seconds until what was saved is visible, and between two looks.
 SETTLE, LOOK = 20.0, 0.25
 #: Fewer kinds of tokens than these in a text say that the tokenizer does not know its words.
@@ -200,9 +198,6 @@ def lengths_for(seconds: float, rate: float, step: float, most: int, block: int)
 def main(plan: dict[str, Any], tell: Callable[[Any], None]) -> None:
     """Run the plan."""
     began = time.monotonic()
-    if "tier" in plan:
-        tell(measure(plan))
-        return
     engine = Engine(plan["model"], **{"load_format": plan["load_format"], **plan["engine"]})
     run(plan, engine, tell, lambda: plan["seconds"] - time.monotonic() + began)
 
@@ -291,23 +286,6 @@ def _continued(
     for place, first, rest in zip(places, halves, engine.ask(prompts, count - half), strict=True):
         found[place] = {**rest, **{name: first[name] + rest[name] for name in ("tokens", "logprobs")}}
     return found
-
-
-def measure(plan: dict[str, Any]) -> dict[str, tuple[float, float, str]]:
-    """Return a tier's GB/s by operation, those of the plain operation that it is compared with, and that one's name.
-
-    Args:
-        plan: ``tier``, a settings file with a store of this tier alone; ``blocks`` and ``block``, how many and how
-            many bytes each; ``rounds``.
-    """
-    from ucm.config.load import read_store_settings  # noqa: PLC0415 - engines measure nothing
-    from ucm.store.bench import Figures, Workload, bench, beside, for_bench  # noqa: PLC0415 - likewise
-
-    config = for_bench(read_store_settings(Path(plan["tier"])).as_store_config())
-    figures = Figures(Workload(plan["blocks"], SLICES, plan["block"] // SLICES, plan["rounds"]))
-    bench(config, figures)
-    moved = {one: plain for one, plain in beside(config).items() if one != "staged" and one in figures.seconds}
-    return {one: (figures.rate(one)[1], figures.rate(plain)[1], plain) for one, plain in moved.items()}
 
 
 def _versions() -> dict[str, str]:
