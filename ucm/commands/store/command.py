@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ucm.commands.options import add_deployment, add_engine_args, at_least
+from ucm.commands.options import add_deployment, at_least
 from ucm.errors import UcmError
 from ucm.salts import is_tag_name
 
@@ -100,7 +100,10 @@ def _add_verify(commands: Any) -> None:
 def _add_prompt(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     parser = _add(commands, name, what, module="prompt")
     parser.epilog = "It needs vLLM, whose model classes say what a block is. " + _EXIT_CODES
-    add_deployment(parser, prompt_required=True)
+    add_deployment(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="this prompt, tokenized by the model's tokenizer")
+    prompt.add_argument("--tokens", type=Path, metavar="FILE", help="the prompt whose token ids this JSON file lists")
     parser.add_argument(
         "--salt-file", metavar="FILE", help="FILE's first line is the cache salt of the prompt's requests"
     )
@@ -182,8 +185,7 @@ def _add_serve(commands: Any) -> None:
         description="Answer the commands about a prompt over HTTP, until it is interrupted.",
         epilog="It needs vLLM, whose model classes say what a block is, and whose packages serve HTTP.",
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the engines' configuration file")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
+    add_deployment(parser)
     parser.add_argument(
         "--listen",
         required=True,
@@ -191,7 +193,6 @@ def _add_serve(commands: Any) -> None:
         help="unix:PATH, a socket that only this user may use; or HOST:PORT, which needs --token-file",
     )
     parser.add_argument("--token-file", metavar="FILE", help="FILE's first line is the bearer token of each request")
-    add_engine_args(parser, '{"dtype": "float16"}', "; some of them change the namespace")
     parser.set_defaults(handle=partial(_handle, "serve"))
 
 
