@@ -182,7 +182,7 @@ def add_parser(commands: Any) -> None:
         type=at_least(128),
         default=TOKENS,
         metavar="N",
-        help=f"the longest prompt; shorter on a device that is slow for --minutes (default: {TOKENS})",
+        help=f"the longest prompt; give fewer on a slow device (default: {TOKENS})",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; `pydoc ucm.prove` describes its keys"

@@ -283,8 +283,6 @@ class _Prover:
             "prompts": None if name == "plain" else self.runs["plain"].prompts,
             "longest": self.request.longest,
             "sparse": name == SPARSE,
-            "engines": len(_ENGINES) - (self.request.sparse is None),
-            "seconds": self._left(),
         }
         ended = Ended(FAILED, directory)
         try:
@@ -293,7 +291,9 @@ class _Prover:
             found.read(ended)
             self.store.namespaces |= {match[1] for line in ended.lines if (match := _NAMESPACE.search(line))}
         if ended.outcome == TIMED_OUT:
-            found.reason = f"it did not fit into the {seconds:.0f} s that it had: give more --minutes"
+            found.reason = (
+                f"it did not fit into the {seconds:.0f} s that it had: give more --minutes, or fewer --tokens"
+            )
         elif ended.failure:
             found.reason, found.tail = why(ended.lines), ended.tail
         return found
