@@ -291,9 +291,7 @@ class _Prover:
             found.read(ended)
             self.store.namespaces |= {match[1] for line in ended.lines if (match := _NAMESPACE.search(line))}
         if ended.outcome == TIMED_OUT:
-            found.reason = (
-                f"it did not fit into the {seconds:.0f} s that it had: give more --minutes, or fewer --tokens"
-            )
+            found.reason = f"it did not fit into {seconds:.0f} s: give more --minutes, or fewer --tokens"
         elif ended.failure:
             found.reason, found.tail = why(ended.lines), ended.tail
         return found

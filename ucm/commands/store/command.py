@@ -77,12 +77,6 @@ def _add_ls(commands: Any) -> None:
     parser.add_argument(
         "--older-than", type=duration, metavar="AGE", help="only blocks not used for AGE, for instance 2d"
     )
-    parser.add_argument("--newer-than", type=duration, metavar="AGE", help="only blocks used within AGE")
-    parser.add_argument(
-        "--larger-than", type=size, metavar="SIZE", help="only blocks larger than SIZE, for instance 4MiB"
-    )
-    parser.add_argument("--sort", choices=("used", "size", "key"), default="used", help="default: used")
-    parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
         "--limit", type=at_least(0), default=50, metavar="N", help="list at most N blocks; 0: all (default: 50)"
     )
