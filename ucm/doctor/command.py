@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from ucm.doctor.environment import ImportHooks, StartUpFile, Vllm
     from ucm.doctor.overlay_checks import ModuleState, Overlay
     from ucm.doctor.run import Run
-
-COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.ERROR: "31"}
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -206,14 +203,9 @@ def _vllm(vllm: Vllm) -> dict[str, Any]:
     return {**given, **own, "release": vllm.release, "agree": vllm.agree}
 
 
-def wants_colour() -> bool:
-    """Return whether standard output is a terminal and ``NO_COLOR`` is not set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def render(report: Report, *, colour: bool) -> str:
+def render(report: Report) -> str:
     """Return the whole report as text."""
-    blocks = [[_paint(report.verdict, worst(report.findings), colour=colour)], _findings(report.findings, colour)]
+    blocks = [[report.verdict], _findings(report.findings)]
     if report.modules:
         blocks.append(_modules(report.modules))
     if report.run is not None:
@@ -223,12 +215,11 @@ def render(report: Report, *, colour: bool) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _findings(findings: Sequence[Finding], colour: bool) -> list[str]:
+def _findings(findings: Sequence[Finding]) -> list[str]:
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
-        status = _paint(f"{finding.status.value:<7}", finding.status, colour=colour)
-        lines.append(f"  {status}  {finding.check:<{width}}  {finding.what}")
+        lines.append(f"  {finding.status.value:<7}  {finding.check:<{width}}  {finding.what}")
         lines += [f"{'':{width + 13}}{detail}" for detail in finding.details]
     return lines
 
@@ -271,10 +262,6 @@ def _of_run(run: Run) -> list[str]:
         "  not expected in this run",
         *(f"    {reason}: {', '.join(hooks)}" for reason, hooks in idle.items()),
     ]
-
-
-def _paint(text: str, status: Status, *, colour: bool) -> str:
-    return f"\x1b[{COLOURS[status]}m{text}\x1b[0m" if colour else text
 
 
 def add_parser(commands: Any) -> None:
@@ -325,7 +312,7 @@ def handle(options: argparse.Namespace) -> int:
     report = examine(options.config, options.model)
     if options.run:
         report = _run(report, options)
-    answer(options, as_data(report), [render(report, colour=wants_colour())])
+    answer(options, as_data(report), [render(report)])
     return int(has_error(report.findings))
 
 
