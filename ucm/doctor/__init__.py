@@ -18,8 +18,7 @@ absolute.
   unknown).
 - ``overlays``: each ``version``, ``release``, ``directory``; the one that Python imports comes first.
 - ``import_hook``: ``position`` on ``sys.meta_path``; ``ahead`` and ``others``, import hooks that are not Python's own.
-- ``start_up_files``: each .pth file that runs code, sitecustomize and usercustomize: ``path``, ``touches_vllm``,
-  ``ours``.
+- ``start_up_files``: the .pth files that run code, sitecustomize and usercustomize, without those of overlays.
 - ``switches``: the UCM_DISABLE_* variables that are set.
 - ``modules``: each ``name``, ``group``; ``upstream`` and ``rewritten``: ``ok``, ``changed`` or ``missing``;
   ``disabled``, the reason or null; ``loads``, the file that Python would load, null if the import would fail.

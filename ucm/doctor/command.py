@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from ucm.doctor.environment import ImportHooks, StartUpFile, Vllm
+    from ucm.doctor.environment import ImportHooks, Vllm
     from ucm.doctor.overlay_checks import ModuleState, Overlay
     from ucm.doctor.run import Run
 
@@ -55,7 +55,7 @@ class Report:
     vllm: Vllm | None
     overlays: list[Overlay]
     hooks: ImportHooks
-    files: list[StartUpFile]
+    files: list[Path]
     switches: list[str]
     modules: list[ModuleState]
     findings: list[Finding]
@@ -133,9 +133,9 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     ]
     if overlay is not None:
         claimed = overlay_checks.claimed_modules(manifest, vllm)
-        in_place = environment.check_import_hook(hooks, overlay.directory, early, claimed)
+        in_place = environment.check_import_hook(hooks, overlay.directory, early, files, claimed)
         findings += [environment.check_start_up_file(overlay.directory, hooks), in_place]
-    findings += [*overlay_checks.check_further_overlays(), environment.check_others(hooks, files)]
+    findings += overlay_checks.check_further_overlays()
     if manifest is not None and vllm is not None and active:
         findings += overlay_checks.check_modules(states, manifest, vllm)
     findings.append(environment.check_switches(on, manifest))
@@ -178,7 +178,7 @@ def as_data(report: Report) -> dict[str, Any]:
             "ahead": report.hooks.ahead,
             "others": report.hooks.others,
         },
-        "start_up_files": [{**asdict(file), "path": str(file.path)} for file in report.files],
+        "start_up_files": [str(file) for file in report.files],
         "switches": report.switches,
         "modules": [
             {
