@@ -17,7 +17,7 @@ absolute.
   many were compared; ``differing``; ``agree``, whether the stated version and the content agree (null if either is
   unknown).
 - ``overlays``: each ``version``, ``release``, ``directory``; the one that Python imports comes first.
-- ``import_hook``: ``position`` on ``sys.meta_path``; ``ahead`` and ``others``, import hooks that are not Python's own.
+- ``import_hook``: ``position`` on ``sys.meta_path``; ``ahead``, earlier import hooks that are not Python's own.
 - ``start_up_files``: the .pth files that run code, sitecustomize and usercustomize, without those of overlays.
 - ``switches``: the UCM_DISABLE_* variables that are set.
 - ``modules``: each ``name``, ``group``; ``upstream`` and ``rewritten``: ``ok``, ``changed`` or ``missing``;

@@ -61,10 +61,6 @@ class Report:
     findings: list[Finding]
     run: Run | None = None
 
-    def with_findings(self, findings: list[Finding], run: Run | None = None) -> Report:
-        """Return the report with further findings, and the run that they come from."""
-        return replace(self, run=run, findings=self.findings + findings)
-
     @property
     def verdict(self) -> str:
         """The result in one sentence; others follow if the cache cannot run, or settings or model cannot be used."""
@@ -173,11 +169,7 @@ def as_data(report: Report) -> dict[str, Any]:
             }
             for overlay in report.overlays
         ],
-        "import_hook": {
-            "position": report.hooks.position,
-            "ahead": report.hooks.ahead,
-            "others": report.hooks.others,
-        },
+        "import_hook": {"position": report.hooks.position, "ahead": report.hooks.ahead},
         "start_up_files": [str(file) for file in report.files],
         "switches": report.switches,
         "modules": [
@@ -311,22 +303,21 @@ def handle(options: argparse.Namespace) -> int:
         raise UcmError("--model needs --run or --config", fix="add one of them, or remove the option")
     report = examine(options.config, options.model)
     if options.run:
-        report = _run(report, options)
+        findings, run = _run(report, options)
+        report = replace(report, findings=report.findings + findings, run=run)
     answer(options, as_data(report), [render(report)])
     return int(has_error(report.findings))
 
 
-def _run(report: Report, options: argparse.Namespace) -> Report:
+def _run(report: Report, options: argparse.Namespace) -> tuple[list[Finding], Run | None]:
+    """Run an engine if there are hooks to count; return what was found, and the run."""
     timeout = options.timeout or DEFAULT_TIMEOUT
     manifest = report.overlays[0].manifest if report.overlays else None
     if not report.overlays and not has_error(report.findings):
         what = "no engine was started: no overlay is installed, so there are no hooks to count"
-        return report.with_findings(
-            [Finding(CHECK, Status.WARNING, what, todo=overlay_checks.how_to_install(report.vllm))]
-        )
+        return [Finding(CHECK, Status.WARNING, what, todo=overlay_checks.how_to_install(report.vllm))], None
     if manifest is None or has_error(report.findings):
-        skipped = Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")
-        return report.with_findings([skipped])
+        return [Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")], None
     say_aside(f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …")
     run = run_engine(options.model, timeout, manifest)
-    return report.with_findings(check_run(run), run)
+    return check_run(run), run

@@ -302,13 +302,11 @@ class ImportHooks:
         position: The index of the overlay's finder on ``sys.meta_path``; None if it is not there.
         directory: The directory of its overlay.
         ahead: The earlier hooks that are not Python's own.
-        others: All hooks that are neither Python's own nor ours.
     """
 
     position: int | None
     directory: Path | None
     ahead: tuple[str, ...]
-    others: tuple[str, ...]
 
 
 def site_directories() -> list[Path]:
@@ -338,18 +336,16 @@ def _runs_code(path: Path) -> bool:
 def import_hooks() -> ImportHooks:
     """Return the import hooks on this process's ``sys.meta_path``."""
     names = [name_of(finder) for finder in sys.meta_path]
-    ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
+    position = next((place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")), None)
     known = (*HARMLESS, *(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages())))
-    foreign = [
-        (place, name)
-        for place, name in enumerate(names)
+    ahead = tuple(
+        name
+        for name in names[: position or 0]
         if not name.startswith(known) and name.partition(".")[0] not in sys.stdlib_module_names
-    ]
-    position = ours[0] if ours else None
+    )
     boot = sys.modules.get(f"{OVERLAY_PACKAGE}._boot")
     directory = Path(boot.__file__).resolve().parent if boot is not None and boot.__file__ else None
-    ahead = tuple(name for place, name in foreign if position is not None and place < position)
-    return ImportHooks(position, directory, ahead, tuple(name for _, name in foreign))
+    return ImportHooks(position, directory, ahead)
 
 
 def check_start_up_file(overlay: Path, hooks: ImportHooks) -> Finding:
