@@ -42,7 +42,6 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "ucm/store/posix/layout.py": ({"time.time_ns"}, _NAME),
     "ucm/commands/store/prompt.py": ({"concurrent.futures.ThreadPoolExecutor"}, "a command copies blocks in parallel"),
     "ucm/commands/store/verify.py": ({"concurrent.futures.ThreadPoolExecutor"}, "a command reads blocks in parallel"),
-    "ucm/doctor/engine_run.py": ({"time.sleep"}, "runs in a process of its own, beside a real engine"),
     "ucm/engine_process.py": ({"time.sleep"}, "lets the files of a model grow older than the engine that starts next"),
     "ucm/integration/vllm/weightless.py": (
         {"time.sleep"},
@@ -50,10 +49,6 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     ),
     "ucm/prove/engine.py": ({"time.monotonic", "time.sleep"}, "runs in a process of its own, beside a real engine"),
     "ucm/prove/run.py": ({"time.monotonic"}, "the default of a parameter"),
-    "ucm/store/bench.py": (
-        {"concurrent.futures.ThreadPoolExecutor", "time.monotonic"},
-        "measures real media with real threads",
-    ),
     "ucm/store/remote/mooncake_client.py": (
         {"concurrent.futures.Future"},
         "holds a result and cancels a call; nobody waits in it, but for an event of the clock",

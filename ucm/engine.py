@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.compat import graph_mode, layer_specs, optional, page_bytes
+from ucm.compat import graph_mode, optional
 from ucm.hashing.rank_geometry import rank_tag
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class WorkerFacts:
             ``pid``; ``runner`` and ``model``, the modules that define the runner's and the model's classes, including
             bases; ``attention``, for each kind of attention layer whether it is MLA (``mla``), its ``backend``, and
             whether a separate operator writes keys and values (``separate_kv_write``); ``groups``, for each KV-cache
-            group the ``tokens`` and ``bytes`` of a block, the ``layers`` and the store's ``tag`` for this rank;
+            group the ``tokens`` of a block and the store's ``tag`` for this rank;
             ``graphs``, what of a step is replayed as a graph; ``device``, its name.
         """
         worker: Any = self
@@ -77,7 +77,7 @@ class WorkerFacts:
         }
 
     def ucm_method(self) -> dict[str, Any]:
-        """What the sparse method of this worker has counted: its ``figures``, and its own ``summary`` of them.
+        """Return what the sparse method of this worker has counted, its ``figures``.
 
         ``method`` is the name of its class; empty if none runs, as without an overlay.
         """
@@ -85,12 +85,9 @@ class WorkerFacts:
 
         worker: Any = self
         method: Any = worker_method(worker.vllm_config)
-        summary = optional(method, "summary")
-        return {
-            "method": type(method).__name__ if method else "",
-            "figures": dict(method.figures()) if method else {},
-            "summary": summary() if summary else "",
-        }
+        if not method:
+            return {"method": "", "figures": {}}
+        return {"method": type(method).__name__, "figures": dict(method.figures())}
 
 
 def _modules_of(things: Any) -> list[str]:
@@ -112,18 +109,11 @@ def _backend(layer: Any) -> Any:
 
 
 def _groups(worker: Any) -> list[dict[str, Any]]:
-    found = []
-    for index, group in enumerate(optional(worker.model_runner, "kv_cache_config.kv_cache_groups", ())):
-        specs = layer_specs(group.kv_cache_spec, group.layer_names)
-        found.append(
-            {
-                "tokens": int(group.kv_cache_spec.block_size),
-                "bytes": sum(page_bytes(spec) or 0 for spec in specs.values()),
-                "layers": len(specs),
-                "tag": rank_tag(worker.vllm_config, index, spec=group.kv_cache_spec),
-            }
-        )
-    return found
+    specs = [group.kv_cache_spec for group in optional(worker.model_runner, "kv_cache_config.kv_cache_groups", ())]
+    return [
+        {"tokens": int(spec.block_size), "tag": rank_tag(worker.vllm_config, index, spec=spec)}
+        for index, spec in enumerate(specs)
+    ]
 
 
 def _graphs(config: Any) -> str:

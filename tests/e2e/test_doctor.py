@@ -6,13 +6,10 @@ The overlay has only the hooks of shipped features; `test_hooks.py` runs the Pro
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from ucm.doctor.engine_run import LONGEST
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,10 +39,6 @@ WORKER = {
     "worker_init",
     "worker_requests_finished",
 }
-#: What a second engine tries: all of the prompt but its first 256 tokens, of two requests; their answers, but for the
-#: last token of each, are decoded.
-METHOD = "ucm_sparse_config: {ReRoPE: {window: 256}}"
-BEYOND = 2 * (LONGEST - 1 - 256)
 LEFT_OUT = {"request_added", "blocks_updated", "ffn_begin", "kv_write_begin", "layer_begin", "mla_begin"}
 
 
@@ -55,9 +48,7 @@ def answer(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 def run(python: str, directory: Path) -> dict[str, Any]:
-    config = directory / "ucm_config.yaml"
-    config.write_text(f"store: {{directories: {directory}}}\n{METHOD}\n", encoding="utf-8")
-    command = [python, "-m", "ucm", "doctor", "--run", "--json", "--timeout", "400", "--config", str(config)]
+    command = [python, "-m", "ucm", "doctor", "--run", "--json", "--timeout", "400"]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -97,25 +88,3 @@ def test_each_side_has_its_process(answer: dict[str, Any]) -> None:
 def test_the_metadata_of_every_step_arrived(answer: dict[str, Any]) -> None:
     counts = {process["roles"][0]: process["counts"] for process in answer["run"]["processes"]}
     assert counts["worker"]["metadata_received"] == counts["scheduler"]["build_metadata"]
-
-
-def test_the_method_of_the_settings_was_tried(answer: dict[str, Any]) -> None:
-    """In a process of the engine's own, so answers by the kernel that was compiled before the first request."""
-    (found,) = [finding for finding in answer["findings"] if finding["check"] == "trial"]
-    assert found["status"] == "ok"
-    assert f"ReRoPE put the attention of {BEYOND} tokens together" in found["what"]
-    tokens = re.findall(r"rerope_tokens\.\w+: (\d+)", "\n".join(found["details"]))
-    assert len(tokens) == 2
-    assert sum(map(int, tokens)) == BEYOND
-
-
-@pytest.mark.newest_only
-def test_blending_is_tried(runs: Runs, tmp_path: Path) -> None:
-    """On the oldest release `test_blend.py` has engines that blend; what is told of them here is our own."""
-    config = tmp_path / "ucm_config.yaml"
-    config.write_text(f"store: {{directories: {tmp_path}}}\nblend: {{}}\n", encoding="utf-8")
-    told = "import sys, pathlib, ucm.doctor.run as t; print(t.try_settings(pathlib.Path(sys.argv[1]), None, 400))"
-    python = str(runs.environments.overlay.python)
-    done = subprocess.run([python, "-c", told, config], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "BlendConnector blended 2 chunks in a new order: 672 of 690 tokens in one hit" in done.stdout, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [config.name]

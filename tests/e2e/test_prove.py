@@ -23,13 +23,17 @@ pytestmark = pytest.mark.e2e
 
 
 def prove(
-    environment: Environment, directory: Path, *options: str, switches: Mapping[str, str] = IN_PROCESS
+    environment: Environment,
+    directory: Path,
+    *options: str,
+    dtype: str = "float32",
+    switches: Mapping[str, str] = IN_PROCESS,
 ) -> tuple[int, dict[str, Any]]:
     """Run the command with the tiny model; return its exit code and JSON."""
     from tests.e2e.engine import MODEL, variables  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.model import write_model  # noqa: PLC0415 - likewise
 
-    engine = {"enforce_eager": True, "block_size": 32}
+    engine = {"enforce_eager": True, "block_size": 32, "dtype": dtype}
     arguments = ("--minutes", "10", "--tokens", "512", "--engine-args", json.dumps(engine), "--json", *options)
     # vLLM's sockets are files in it. A socket's path has at most 107 bytes, and pytest's own directory may be longer.
     with tempfile.TemporaryDirectory() as temporary:
@@ -54,7 +58,7 @@ def test_answers_are_the_same(environments: Environments, tmp_path: Path) -> Non
     config = tmp_path / "ucm_config.yaml"
     memory = Path(f"/dev/shm/ucm-e2e-prove-{os.getpid()}")  # noqa: S108 - the tier is in shared memory
     config.write_text(f"store: {{pipeline: Dram|Posix, directories: {store}, dram_directory: {memory}}}\n")
-    code, data = prove(environments.runtime, tmp_path, "--config", str(config), "--dtype", "float32", switches={})
+    code, data = prove(environments.runtime, tmp_path, "--config", str(config), switches={})
     assert code == 0, json.dumps(data, indent=1)
     rows = {row["name"]: row for row in data["rows"]}
     assert {row["verdict"] for row in rows.values()} == {"same"}
@@ -70,8 +74,6 @@ def test_answers_are_the_same(environments: Environments, tmp_path: Path) -> Non
         noted = any(note.startswith(f"{name}: vLLM counted no preemption") for note in data["notes"])
         assert (row["preemptions"] > 0) == (crowd and not noted), row
     assert sum(row["preemptions"] for row in rows.values()) > 0
-    assert {tier["tier"] for tier in data["tiers"]} == {"Dram", "Posix"}
-    assert all(tier["rate"] > 0 < tier["limit"] for tier in data["tiers"])
     assert data["runs"]["plain"]["runner"].startswith("model runner V1")
     assert data["prompts"]["source"] == "token ids"
     assert not list(store.iterdir())
@@ -85,7 +87,7 @@ def test_wrong_values_are_found(environments: Environments, tmp_path: Path) -> N
     options = f"{{directory: {tmp_path / 'lies'}}}"
     (tmp_path / "lies").mkdir(mode=0o700)
     config.write_text(f'store: {{pipeline: "lying_store:LyingStore", options: {options}}}\n')
-    code, data = prove(environments.runtime, tmp_path, "--config", str(config))
+    code, data = prove(environments.runtime, tmp_path, "--config", str(config), dtype="auto")
     assert code == 1, json.dumps(data, indent=1)
     verdicts = {row["name"]: row["verdict"] for row in data["rows"]}
     assert verdicts["one at a time, cold"] == "same"
@@ -95,7 +97,7 @@ def test_wrong_values_are_found(environments: Environments, tmp_path: Path) -> N
 
 @pytest.mark.newest_only
 def test_a_sparse_method_with_a_full_budget(environments: Environments, tmp_path: Path) -> None:
-    code, data = prove(environments.overlay, tmp_path, "--dtype", "float32", "--sparse", "BlockTopK")
+    code, data = prove(environments.overlay, tmp_path, "--sparse", "BlockTopK")
     assert code == 0, json.dumps(data, indent=1)
     verdicts = {row["name"]: row["verdict"] for row in data["rows"]}
     assert verdicts["one at a time, sparse, full budget"] == verdicts["16 at a time, sparse, full budget"] == "same"
@@ -105,7 +107,7 @@ def test_a_sparse_method_with_a_full_budget(environments: Environments, tmp_path
 def test_a_method_that_does_not_run_without_the_overlay_is_not_judged(
     environments: Environments, tmp_path: Path
 ) -> None:
-    code, data = prove(environments.runtime, tmp_path, "--dtype", "float32", "--sparse", "BlockTopK")
+    code, data = prove(environments.runtime, tmp_path, "--sparse", "BlockTopK")
     assert code == 3, json.dumps(data, indent=1)
     reason = data["rows"][-1]["reason"]
     assert reason.startswith("the sparse method did not run: install the overlay"), reason

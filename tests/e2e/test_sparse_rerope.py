@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from tests.e2e.engine import FP8_NEEDS, MODEL
 from tests.e2e.engines import Engine, Record, run_engines
 from tests.e2e.model import MAX_LENGTH, write_model
 from tests.e2e.prefix_workload import prompt, request
-from tests.e2e.sparse_runs import run_script
+from tests.e2e.sparse_runs import run_script, run_sparse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,6 +126,16 @@ def test_answers_are_the_reference_s(
 
 def test_within_the_window_tokens_are_those_of_a_dense_engine(records: dict[str, Record]) -> None:
     assert records["whole"].tokens["alone"][:WITHIN] == records["dense"].tokens["alone"][:WITHIN]
+
+
+def test_an_engine_in_processes_of_its_own_answers_by_a_compiled_kernel(
+    environments: Environments, tmp_path: Path
+) -> None:
+    """It serves decode steps, torch the chunks of prompts. The other engines here share a process; nothing compiles."""
+    run = run_sparse(environments.overlay, tmp_path / "engine", METHOD, in_process=False)
+    told = re.findall(r"put the attention of (\d+) tokens together, (\d+) of them by a compiled kernel", run.log)
+    assert told, run.log[-4000:]
+    assert any(int(compiled) > 0 for _, compiled in told)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -18,15 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
 
-def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
-    """Add the options."""
+def add_deployment(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how an engine is started."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the connector's settings")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
-    prompt = parser.add_mutually_exclusive_group(required=prompt_required)
-    prompt.add_argument("--prompt", metavar="TEXT", help="look up this prompt, tokenized by the model's tokenizer")
-    prompt.add_argument(
-        "--tokens", type=Path, metavar="FILE", help="look up the prompt whose token ids this JSON file lists"
-    )
     add_engine_args(parser, '{"dtype": "float16"}', "; some of them change the namespace")
 
 
@@ -62,15 +57,15 @@ def quieten() -> None:
     os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
 
 
-def read_prompt(options: argparse.Namespace) -> list[int] | None:
-    """Return the token ids of the prompt; None if there is none.
+def read_prompt(options: argparse.Namespace) -> list[int]:
+    """Return the token ids of the prompt.
 
     Raises:
         UcmError: The file cannot be read, or the prompt cannot be tokenized.
     """
     if options.tokens is not None:
         return _read_tokens(options.tokens)
-    return None if options.prompt is None else tokenize(options.model, options.prompt)
+    return tokenize(options.model, options.prompt)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from statistics import median
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
-from ucm.commands.options import add_deployment, at_least, quieten, read_prompt, say
+from ucm.commands.options import add_deployment, at_least, quieten, say
+from ucm.errors import UcmError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
-    from ucm.debug import DebugConnector, Found, RoundTrip
+    from ucm.store.base import BlockGeometry
+    from ucm.store.config import StoreConfig
 
-LOOKUPS, LOADS, BLOCKS = 100, 10, 8
-#: Blocks of the test prompt, which is looked up by default.
-PROMPT_BLOCKS = 4
+BLOCKS = 8
+#: The time limit for a test block to reach every tier, in seconds.
+FLUSH_SECONDS = 60.0
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "try",
-        help="test a deployment's stores without an engine: look up a prompt, save and load test blocks",
+        help="test a deployment's stores without an engine: save and load test blocks",
         description="Open the stores that an engine with these settings and this model would use, without starting "
-        "the engine: show the namespace and the tiers, look up a prompt, and save, load and compare test blocks.",
+        "the engine: show the namespace and the blocks, and save, load and compare test blocks.",
         epilog="Exit code: 0 every byte was loaded unchanged, 1 a block was lost or changed, 2 wrong usage.",
     )
-    add_deployment(parser, prompt_required=False)
+    add_deployment(parser)
     more = f"test blocks per KV-cache group (default: {BLOCKS})"
     parser.add_argument("--blocks", type=at_least(1), default=BLOCKS, metavar="N", help=more)
     parser.set_defaults(handle=handle)
@@ -37,69 +39,81 @@ def handle(options: argparse.Namespace) -> int:
     """Test the stores, and print the results.
 
     Raises:
-        UcmError: The settings, the model or the prompt cannot be used.
+        UcmError: The settings or the model cannot be used, or the engine has several ranks.
     """
     quieten()
-    from ucm.debug import open_connector  # noqa: PLC0415 - every ``ucm`` command imports this module
+    from ucm.commands.store.prompt import describe  # noqa: PLC0415 - every ``ucm`` command imports this module
 
-    with open_connector(options.config, options.model, engine_args=options.engine_args) as connector:
-        say(_about(connector))
-        token_ids = _prompt(options, connector)
-        found = [connector.lookup(token_ids) for _ in range(LOOKUPS)]
-        trips = connector.roundtrip(options.blocks, LOADS)
-        say(_lookups(found, given=options.prompt is not None or options.tokens is not None))
-        for trip in trips:
-            say(_trip(trip))
-    return int(any(trip.problems for trip in trips))
-
-
-def _prompt(options: argparse.Namespace, connector: DebugConnector) -> list[int]:
-    found = read_prompt(options)
-    if found is not None:
-        return found
-    count = PROMPT_BLOCKS * max(stored.group.chunk_tokens for stored in connector.facts.stored)
-    return [token % 100 for token in range(count + 1)]
-
-
-def _about(connector: DebugConnector) -> list[str]:
-    lines = [
-        f"connector    {connector.settings.connector}",
-        f"namespace    {connector.namespace}",
-        f"device       {connector.facts.device}",
-    ]
-    lines += [
-        f"group {stored.group.index}      {stored.group.stored_as} of {stored.group.chunk_tokens} tokens, "
-        f"{stored.geometry.nbytes:,} bytes in {len(stored.geometry.slice_sizes)} pieces; {stored.namespace}"
-        for stored in connector.facts.stored
-    ]
-    for name, stats in connector.tiers.items():
-        used = "use unknown" if stats.used_bytes is None else f"{stats.used_bytes:,} bytes used"
-        limit = "no limit" if stats.capacity_bytes is None else f"of {stats.capacity_bytes:,}"
-        lines.append(f"tier         {name}: {used}, {limit}")
-    return lines
+    settings, facts = describe(options.config, options.model, options.engine_args)
+    if any(len(stored.ranks) > 1 or stored.group.slices for stored in facts.stored):
+        raise UcmError(
+            "it has several ranks, or stores slices of KV heads, and only whole blocks of one rank can be tried",
+            where="tensor_parallel_size, or kv_head_shards",
+            fix="leave them out: the store of each rank, or slice, works alike",
+        )
+    say(
+        [
+            f"connector    {settings.connector}",
+            f"namespace    {facts.namespace}",
+            f"device       {facts.device}",
+            f"store        {settings.store.pipeline}",
+        ]
+    )
+    failed = False
+    for stored in facts.stored:
+        group, geometry = stored.group, stored.geometry
+        size = f"{group.chunk_tokens} tokens, {geometry.nbytes:,} bytes in {len(geometry.slice_sizes)} pieces"
+        say([f"group {group.index}      {group.stored_as} of {size}; {stored.namespace}"])
+        problems, times = round_trip(settings.store.as_store_config(), geometry, options.blocks)
+        total = options.blocks * geometry.nbytes
+        rates = ", ".join(f"{what} in {s * 1e3:.2f} ms ({total / s / 1e9:.2f} GB/s)" for what, s in times.items())
+        say([f"round trip   {options.blocks} blocks, {total:,} bytes: {'FAILED' if problems else 'intact'}, {rates}"])
+        say(f"             {problem}" for problem in dict.fromkeys(problems))
+        failed = failed or bool(problems)
+    return int(failed)
 
 
-def _lookups(found: Sequence[Found], *, given: bool) -> list[str]:
-    last, seconds = found[-1], [one.seconds for one in found]
-    prompt = "prompt" if given else "test prompt"
-    lines = [f"lookup       {last.found_tokens} of {last.tokens} tokens of the {prompt} found: {last.hit_rate:.0%}"]
-    if last.missing_key:
-        lines.append(f"             first missing block {last.missing_key[:16]}…")
-    lines.append(f"             {len(found)} lookups: {_times(seconds)}")
-    return lines
+def round_trip(config: StoreConfig, geometry: BlockGeometry, blocks: int) -> tuple[list[str], dict[str, float]]:
+    """Save test blocks, load them into other memory, and compare every byte.
 
+    The blocks have a namespace of their own. They are deleted afterwards, unless a third-party tier or store cannot
+    delete.
 
-def _trip(trip: RoundTrip) -> list[str]:
-    lines = [
-        f"round trip   group {trip.group}: {trip.blocks} blocks, {trip.nbytes:,} bytes: "
-        + ("FAILED" if trip.problems else f"intact, from {', '.join(trip.tiers)}"),
-        f"             saved in {trip.save_seconds * 1e3:.2f} ms ({trip.nbytes / trip.save_seconds / 1e9:.2f} GB/s)",
-    ]
-    if trip.load_seconds:
-        rate = trip.nbytes / median(trip.load_seconds) / 1e9
-        lines.append(f"             {len(trip.load_seconds)} loads: {_times(trip.load_seconds)} ({rate:.2f} GB/s)")
-    return lines + [f"             {problem}" for problem in dict.fromkeys(trip.problems)]
+    Args:
+        config: The store.
+        geometry: The geometry of a block.
+        blocks: How many.
 
+    Returns:
+        What went wrong, which is nothing if every byte was loaded unchanged; and the seconds until the blocks were
+        ``saved``, and ``loaded``.
+    """
+    from ucm.store.base import BlockKey, BlockTransfer  # noqa: PLC0415 - every ``ucm`` command imports this module
+    from ucm.store.factory import open_store, remove_blocks  # noqa: PLC0415 - likewise
 
-def _times(seconds: Sequence[float]) -> str:
-    return f"median {median(seconds) * 1e3:.3f} ms, slowest {max(seconds) * 1e3:.3f} ms"
+    namespace = f"ucm-try-{os.getpid()}-{os.urandom(4).hex()}/g0"
+    keys = [BlockKey(os.urandom(32)) for _ in range(blocks)]
+    content = os.urandom(blocks * geometry.nbytes)
+    loaded = bytearray(len(content))
+    saves, loads = (
+        [BlockTransfer(key, [memory[geometry.nbytes * n :][: geometry.nbytes]]) for n, key in enumerate(keys)]
+        for memory in (memoryview(content), memoryview(loaded))
+    )
+    try:
+        with open_store(config, namespace, geometry) as store:
+            began = time.perf_counter()
+            failed = store.save(saves).wait().failed
+            times = {"saved": time.perf_counter() - began}
+            problems = [f"save: {reason}" for reason in failed.values()]
+            if not store.flush(FLUSH_SECONDS):
+                problems.append(f"save: not in every tier after {FLUSH_SECONDS:.0f} s")
+            if not failed:
+                began = time.perf_counter()
+                result = store.load(loads).wait()
+                times["loaded"] = time.perf_counter() - began
+                problems += [f"load: {error}" for error in result.failed.values()]
+                if not result.failed and loaded != content:
+                    problems.append("load: the bytes are not those that were saved, and no checksum failed")
+    finally:
+        remove_blocks(config, namespace, keys)
+    return problems, times

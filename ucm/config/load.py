@@ -160,12 +160,8 @@ class _Check:
             if not out.problems:
                 out.problems.append(_no_store(out.top))
             return None
-        written = out.settings["store"]
-        store = self.validated(StoreSettings, written, "store")
+        store = self.validated(StoreSettings, out.settings["store"], "store")
         if store is None:
-            partly = _as_far_as_right(written)
-            if partly is not None and self._make is not None:
-                self._media(partly)
             return None
         self._tier_options(store)
         key_file = self._key_file(store)
@@ -293,20 +289,6 @@ def _no_store(top: Place) -> ConfigError:
         return wrong(top, "no store is configured", "add store: {directories: /path}")
     fix = f'name a file with the settings, {{"{FILE_KEY}": "./ucm_config.yaml"}}, or write {{"store": {{"directories": '
     return wrong(top, "no store is configured", f'{fix}"/path"}}}}')
-
-
-def _as_far_as_right(written: object) -> StoreSettings | None:
-    """Return settings without the invalid ones, so that the directories are checked regardless."""
-    try:
-        found: StoreSettings = StoreSettings.model_validate(written)
-    except ValidationError as error:
-        wrong = {str(details["loc"][0]) for details in error.errors() if details["loc"]}
-    else:
-        return found
-    if not isinstance(written, dict) or "pipeline" in wrong:
-        return None
-    right = {name: value for name, value in written.items() if str(name) not in wrong}
-    return _as_far_as_right(right) if len(right) < len(written) else None
 
 
 def _no_answer(place: Place, written: str, path: Path, seconds: float, *, make: bool) -> ConfigError | None:

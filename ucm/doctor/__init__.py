@@ -2,8 +2,7 @@
 
 The static checks import neither vLLM nor torch and create no files. ``--config FILE`` also checks a settings file, as
 an engine does when it creates its connector. ``--run`` starts a short real engine in a child process and counts the
-hooks that fire in each of its processes. With both, a second engine tries the sparse method or the blending of the
-file; the finding ``trial`` says what it did.
+hooks that fire in each of its processes.
 
 ``ucm doctor --json`` prints one object. Its keys are stable; new ones may be added. Unknown values are null, paths are
 absolute.
@@ -18,9 +17,8 @@ absolute.
   many were compared; ``differing``; ``agree``, whether the stated version and the content agree (null if either is
   unknown).
 - ``overlays``: each ``version``, ``release``, ``directory``; the one that Python imports comes first.
-- ``import_hook``: ``position`` on ``sys.meta_path``; ``ahead`` and ``others``, import hooks that are not Python's own.
-- ``start_up_files``: each .pth file that runs code, sitecustomize and usercustomize: ``path``, ``touches_vllm``,
-  ``ours``.
+- ``import_hook``: ``position`` on ``sys.meta_path``; ``ahead``, earlier import hooks that are not Python's own.
+- ``start_up_files``: the .pth files that run code, sitecustomize and usercustomize, without those of overlays.
 - ``switches``: the UCM_DISABLE_* variables that are set.
 - ``modules``: each ``name``, ``group``; ``upstream`` and ``rewritten``: ``ok``, ``changed`` or ``missing``;
   ``disabled``, the reason or null; ``loads``, the file that Python would load, null if the import would fail.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from ucm.doctor.environment import ImportHooks, StartUpFile, Vllm
+    from ucm.doctor.environment import ImportHooks, Vllm
     from ucm.doctor.overlay_checks import ModuleState, Overlay
     from ucm.doctor.run import Run
-
-COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.ERROR: "31"}
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -58,15 +55,11 @@ class Report:
     vllm: Vllm | None
     overlays: list[Overlay]
     hooks: ImportHooks
-    files: list[StartUpFile]
+    files: list[Path]
     switches: list[str]
     modules: list[ModuleState]
     findings: list[Finding]
     run: Run | None = None
-
-    def with_findings(self, findings: list[Finding], run: Run | None = None) -> Report:
-        """Return the report with further findings, and the run that they come from."""
-        return replace(self, run=run, findings=self.findings + findings)
 
     @property
     def verdict(self) -> str:
@@ -136,9 +129,9 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     ]
     if overlay is not None:
         claimed = overlay_checks.claimed_modules(manifest, vllm)
-        in_place = environment.check_import_hook(hooks, overlay.directory, early, claimed)
+        in_place = environment.check_import_hook(hooks, overlay.directory, early, files, claimed)
         findings += [environment.check_start_up_file(overlay.directory, hooks), in_place]
-    findings += [*overlay_checks.check_further_overlays(), environment.check_others(hooks, files)]
+    findings += overlay_checks.check_further_overlays()
     if manifest is not None and vllm is not None and active:
         findings += overlay_checks.check_modules(states, manifest, vllm)
     findings.append(environment.check_switches(on, manifest))
@@ -176,12 +169,8 @@ def as_data(report: Report) -> dict[str, Any]:
             }
             for overlay in report.overlays
         ],
-        "import_hook": {
-            "position": report.hooks.position,
-            "ahead": report.hooks.ahead,
-            "others": report.hooks.others,
-        },
-        "start_up_files": [{**asdict(file), "path": str(file.path)} for file in report.files],
+        "import_hook": {"position": report.hooks.position, "ahead": report.hooks.ahead},
+        "start_up_files": [str(file) for file in report.files],
         "switches": report.switches,
         "modules": [
             {
@@ -206,14 +195,9 @@ def _vllm(vllm: Vllm) -> dict[str, Any]:
     return {**given, **own, "release": vllm.release, "agree": vllm.agree}
 
 
-def wants_colour() -> bool:
-    """Return whether standard output is a terminal and ``NO_COLOR`` is not set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def render(report: Report, *, colour: bool) -> str:
+def render(report: Report) -> str:
     """Return the whole report as text."""
-    blocks = [[_paint(report.verdict, worst(report.findings), colour=colour)], _findings(report.findings, colour)]
+    blocks = [[report.verdict], _findings(report.findings)]
     if report.modules:
         blocks.append(_modules(report.modules))
     if report.run is not None:
@@ -223,12 +207,11 @@ def render(report: Report, *, colour: bool) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _findings(findings: Sequence[Finding], colour: bool) -> list[str]:
+def _findings(findings: Sequence[Finding]) -> list[str]:
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
-        status = _paint(f"{finding.status.value:<7}", finding.status, colour=colour)
-        lines.append(f"  {status}  {finding.check:<{width}}  {finding.what}")
+        lines.append(f"  {finding.status.value:<7}  {finding.check:<{width}}  {finding.what}")
         lines += [f"{'':{width + 13}}{detail}" for detail in finding.details]
     return lines
 
@@ -273,10 +256,6 @@ def _of_run(run: Run) -> list[str]:
     ]
 
 
-def _paint(text: str, status: Status, *, colour: bool) -> str:
-    return f"\x1b[{COLOURS[status]}m{text}\x1b[0m" if colour else text
-
-
 def add_parser(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
@@ -291,8 +270,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="also run a small engine, and count the hook calls in each process; with --config, a second one tries the "
-        "file's sparse method or blending",
+        help="also run a small engine, and count the hook calls in each process",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="also check a settings file, as an engine does when it starts"
@@ -325,27 +303,21 @@ def handle(options: argparse.Namespace) -> int:
         raise UcmError("--model needs --run or --config", fix="add one of them, or remove the option")
     report = examine(options.config, options.model)
     if options.run:
-        report = _run(report, options)
-    answer(options, as_data(report), [render(report, colour=wants_colour())])
+        findings, run = _run(report, options)
+        report = replace(report, findings=report.findings + findings, run=run)
+    answer(options, as_data(report), [render(report)])
     return int(has_error(report.findings))
 
 
-def _run(report: Report, options: argparse.Namespace) -> Report:
-    model, timeout = options.model, options.timeout or DEFAULT_TIMEOUT
+def _run(report: Report, options: argparse.Namespace) -> tuple[list[Finding], Run | None]:
+    """Run an engine if there are hooks to count; return what was found, and the run."""
+    timeout = options.timeout or DEFAULT_TIMEOUT
     manifest = report.overlays[0].manifest if report.overlays else None
     if not report.overlays and not has_error(report.findings):
         what = "no engine was started: no overlay is installed, so there are no hooks to count"
-        return report.with_findings(
-            [Finding(CHECK, Status.WARNING, what, todo=overlay_checks.how_to_install(report.vllm))]
-        )
+        return [Finding(CHECK, Status.WARNING, what, todo=overlay_checks.how_to_install(report.vllm))], None
     if manifest is None or has_error(report.findings):
-        skipped = Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")
-        return report.with_findings([skipped])
+        return [Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")], None
     say_aside(f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …")
-    run = run_engine(model, timeout, manifest)
-    findings = check_run(run)
-    if options.config is not None and not has_error(findings):
-        from ucm.doctor.run import try_settings  # noqa: PLC0415 - few runs try settings
-
-        findings += try_settings(options.config, model, timeout)
-    return report.with_findings(findings, run)
+    run = run_engine(options.model, timeout, manifest)
+    return check_run(run), run

@@ -73,20 +73,9 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
     if beside:
         what = "blending and a sparse method cannot be combined: each decides which tokens may be read"
         return [Finding(BLENDING, Status.ERROR, what, (str(file),), ("leave one of blend and ucm_sparse_config out",))]
-    computed = {
-        "edges": f"the first {blend.edge_tokens} tokens of each",
-        "question": f"the first {blend.edge_tokens} tokens of each, and the {blend.ratio:.0%} that the question reads",
-        "none": "only the tokens that the gate checks, which is for measurements",
-    }[blend.select]
-    ends = blend.chunk_end_token_ids
-    named = f"separator tokens {', '.join(map(str, ends))} end them" if ends else "requests mark them (ucm_chunks)"
     what = f"chunks of {blend.min_tokens} tokens or more are reused anywhere in a prompt"
-    details = (
-        f"computed of a reused chunk: {computed}",
-        f"chunks: {named}",
-        "name BlendConnector in --kv-transfer-config: the other connectors refuse these settings",
-    )
-    return [Finding(BLENDING, Status.OK, what, details)]
+    connectors = "name BlendConnector in --kv-transfer-config: the other connectors refuse these settings"
+    return [Finding(BLENDING, Status.OK, what, (connectors,))]
 
 
 def _check_memory(config: ConnectorConfig) -> list[Finding]:

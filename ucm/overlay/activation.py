@@ -4,8 +4,8 @@ vLLM calls `check_active` through its ``vllm.general_plugins`` entry points in e
 catches the case that the interpreter silently skipped the ``.pth`` file. Other plugins may run later, so each feature
 checks again, with `check_feature`, when it starts.
 
-``VLLM_PLUGINS`` may leave these entry points out. Then an active overlay says so in each process (`finder.State`), and
-each connector and sparse method calls them itself, with `check_left_out`.
+``VLLM_PLUGINS`` may leave these entry points out. Then each connector and sparse method calls them itself, with
+`check_left_out`, and `ucm doctor` says so.
 """
 
 from __future__ import annotations

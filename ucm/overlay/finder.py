@@ -22,7 +22,7 @@ from ucm.logger import get_logger
 from ucm.overlay.errors import SeamMismatchError, SharedModuleError, TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
-from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, is_set
+from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -47,24 +47,6 @@ class State:
         self.verbose = is_set(VERBOSE)
         for group, reason in self.disabled.items():
             get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
-        if PLUGINS in os.environ:
-            _say_what_is_left_out(directory)
-
-
-def _say_what_is_left_out(directory: Path) -> None:
-    """Warn if vLLM will not check in this process, and those that it starts, that the overlay is active."""
-    from ucm.overlay.activation import left_out, names_and_remedy  # noqa: PLC0415 - it imports this module; few need it
-
-    if missing := left_out():
-        names, remedy = names_and_remedy(missing)
-        get_logger(__name__).warning(
-            "[UCM.Patch] %s leaves out %s, so vLLM does not check in its processes that the overlay %s is active; only "
-            "UCM's connectors and sparse methods do: %s",
-            PLUGINS,
-            names,
-            directory,
-            remedy,
-        )
 
 
 @functools.cache

@@ -15,6 +15,5 @@ added. Unknown values are null.
   0.27.1 does); ``aborted``; ``preemptions``; ``seconds``.
 - ``noise``: the plain engine's: ``alone``, ``batches``, ``differing``, ``requests``, ``resolution``.
 - ``first_tokens``: median seconds by what was done.
-- ``tiers``: each ``tier``, ``operation``, ``rate`` and ``limit`` in GB/s, ``beside``, ``reason``.
 - ``notes``: sentences.
 """

@@ -49,7 +49,6 @@ class Request:
         minutes: The time limit of everything.
         longest: Tokens of a prompt, at most.
         sparse: A sparse method with its options; None for none.
-        dtype: The data type; None for the model's.
     """
 
     model: Path
@@ -58,7 +57,6 @@ class Request:
     minutes: float = 5.0
     longest: int = 2048
     sparse: tuple[str, Mapping[str, Any]] | None = None
-    dtype: str | None = None
 
 
 def engine_arguments(request: Request) -> dict[str, Any]:
@@ -70,8 +68,6 @@ def engine_arguments(request: Request) -> dict[str, Any]:
     sections = model_config(request.model)
     if taken := sorted(OWN & request.engine.keys()):
         raise UcmError(f"`ucm prove` sets {', '.join(taken)} itself", where="--engine-args", fix="leave it out")
-    if request.dtype and "dtype" in request.engine:
-        raise UcmError("the data type is given twice", where="--engine-args: dtype", fix="leave one of the two out")
     wanted = request.longest + ROOM
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
     contexts = [one[name] for one in sections for name in names if isinstance(one.get(name), int) and one[name] > 0]
@@ -86,7 +82,6 @@ def engine_arguments(request: Request) -> dict[str, Any]:
     return {
         **DEFAULTS,
         **({} if tokenizer else {"skip_tokenizer_init": True}),
-        **({"dtype": request.dtype} if request.dtype else {}),
         **request.engine,
         "max_model_len": longest,
         "enable_prefix_caching": True,
@@ -157,7 +152,7 @@ def add_parser(commands: Any) -> None:
         help="run your model with and without UCM, and compare the answers",
         description="Run your own model on your own device in engines without UCM and with it, one at a time and 16 at "
         "a time, with aborts and preemptions, after a reset of vLLM's prefix cache and after a restart. Compare the "
-        "tokens, and show times and speeds. Its own stores are deleted.",
+        "tokens, and show times to the first token. Its own stores are deleted.",
         epilog=_EPILOG,
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
@@ -169,9 +164,6 @@ def add_parser(commands: Any) -> None:
         "temporary directory)",
     )
     add_engine_args(parser, '{"tensor_parallel_size": 2}')
-    parser.add_argument(
-        "--dtype", metavar="TYPE", help="the data type; float32 makes batches comparable (default: the model's)"
-    )
     parser.add_argument(
         "--sparse",
         type=parse_sparse,
@@ -190,7 +182,7 @@ def add_parser(commands: Any) -> None:
         type=at_least(128),
         default=TOKENS,
         metavar="N",
-        help=f"the longest prompt; shorter on a device that is slow for --minutes (default: {TOKENS})",
+        help=f"the longest prompt; give fewer on a slow device (default: {TOKENS})",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; `pydoc ucm.prove` describes its keys"
@@ -209,15 +201,8 @@ def handle(options: argparse.Namespace) -> int:
     from ucm.prove.report import as_data, render  # noqa: PLC0415 - every ``ucm`` command imports this module
     from ucm.prove.run import prove  # noqa: PLC0415 - likewise
 
-    request = Request(
-        options.model.absolute(),
-        options.config,
-        options.engine_args,
-        options.minutes,
-        options.tokens,
-        options.sparse,
-        options.dtype,
-    )
+    model, minutes, longest = options.model.absolute(), options.minutes, options.tokens
+    request = Request(model, options.config, options.engine_args, minutes, longest, options.sparse)
     try:
         # As Ctrl-C, these end the command, so that engines are ended and files deleted.
         with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""The child process of ``ucm prove``: one vLLM engine that answers the planned requests, greedily; or a tier's speed.
+"""The child process of ``ucm prove``: one vLLM engine that answers the planned requests, greedily.
 
 ``python -m ucm.prove.engine PLAN RESULT`` reads the plan that `ucm.prove.run` wrote, and appends one JSON object per
 line to the result: first what runs (``about``), the prompts if it had to make them, and then each phase as soon as it
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 ALONE, CROWD, ABORTED = 3, 16, 4
 #: Generated tokens; log-probabilities of so many tokens at each position.
 ANSWER, TOP = 24, 5
-#: What the phases of all engines compute: so many times the longest prompt, and so many times the steps of an answer.
-#: Few of these are saved by a cache, and those of a crowd that preempts itself are repeated.
-PROMPTS_COMPUTED, ANSWERS_COMPUTED = 42, 37
-#: Of the time that is left, so much is planned for. A prompt has at least so many blocks.
-SHARE, BLOCKS = 0.7, 4
-#: Layer slices of a test block.
-SLICES = 16
 #: Seconds until what was saved is visible, and between two looks.
 SETTLE, LOOK = 20.0, 0.25
 #: Fewer kinds of tokens than these in a text say that the tokenizer does not know its words.
@@ -179,45 +172,18 @@ def _tokens_of_text(model: Path, count: int) -> list[int]:
     return list(itertools.islice(itertools.cycle(tokens), count))
 
 
-def lengths_for(seconds: float, rate: float, step: float, most: int, block: int) -> tuple[int, int]:
-    """Return how long prompts and answers may be so that all engines' phases take about `SHARE` of the time.
-
-    Args:
-        seconds: The time for all phases.
-        rate: Prompt tokens that an engine computes in a second.
-        step: Seconds of a step of a crowd.
-        most: The longest prompt wanted.
-        block: Tokens of a block.
-    """
-    least, planned = min(most, BLOCKS * block), SHARE * seconds
-    for answer in (ANSWER, ANSWER // 2):
-        affordable = int(rate * (planned - ANSWERS_COMPUTED * answer * step) / PROMPTS_COMPUTED)
-        if affordable >= least:
-            return min(most, affordable), answer
-    return least, ANSWER // 2
-
-
 def main(plan: dict[str, Any], tell: Callable[[Any], None]) -> None:
     """Run the plan."""
-    began = time.monotonic()
-    if "tier" in plan:
-        tell(measure(plan))
-        return
-    engine = Engine(plan["model"], **{"load_format": plan["load_format"], **plan["engine"]})
-    run(plan, engine, tell, lambda: plan["seconds"] - time.monotonic() + began)
+    run(plan, Engine(plan["model"], **{"load_format": plan["load_format"], **plan["engine"]}), tell)
 
 
-def run(
-    plan: dict[str, Any], engine: Any, tell: Callable[[dict[str, Any]], None], seconds_left: Callable[[], float]
-) -> None:
+def run(plan: dict[str, Any], engine: Any, tell: Callable[[dict[str, Any]], None]) -> None:
     """Serve the phases of a plan.
 
     Args:
-        plan: ``phases``; ``prompts`` (None: make them, of at most ``longest`` tokens, and such that all ``engines`` are
-            done in ``seconds``); for a sparse method, ``sparse``.
+        plan: ``phases``; ``prompts`` (None: make them, of at most ``longest`` tokens); for a sparse method, ``sparse``.
         engine: The engine.
         tell: Takes each part of the result.
-        seconds_left: The time left to all engines.
     """
     about = engine.about()
     tell({"about": {**about, "versions": _versions()}})
@@ -226,12 +192,8 @@ def run(
     engine.ask([warm], 2)
     engine.ask([warm[:8], warm[1:17]], 4)
     if prompts is None:
-        most = min(plan["longest"], about["max_model_len"] - ANSWER)
-        block = max((group["tokens"] for group in about["workers"][0]["groups"]), default=16)
-        rate, step = _speeds(engine, len(warm))
-        started = plan["seconds"] - seconds_left()
-        longest, answer = lengths_for(seconds_left() - (plan["engines"] - 1) * started, rate, step, most, block)
-        prompts = {**make_prompts(Path(plan["model"]), about, longest), "answer": answer}
+        longest = min(plan["longest"], about["max_model_len"] - ANSWER)
+        prompts = make_prompts(Path(plan["model"]), about, longest)
         tell({"prompts": prompts})
     done: dict[str, list[dict[str, Any] | None]] = {}
     for phase in plan["phases"]:
@@ -242,9 +204,9 @@ def run(
             engine.reset()
         before, started = engine.counters(), time.perf_counter()
         if "continues" in phase:
-            answers = _continued(engine, asked, done[phase["continues"]], prompts["answer"])
+            answers = _continued(engine, asked, done[phase["continues"]])
         else:
-            answers = _answers(engine, phase, asked, prompts)
+            answers = _answers(engine, phase, asked, prompts["aborted"])
         done[phase["name"]] = answers
         seconds = time.perf_counter() - started
         rise = {name: value - before.get(name, 0) for name, value in engine.counters().items()}
@@ -253,25 +215,15 @@ def run(
         tell({"method": engine.workers("ucm_method")[0]})
 
 
-def _speeds(engine: Any, length: int) -> tuple[float, float]:
-    """Return the prompt tokens that an engine computes in a second, and the seconds of a step of a crowd."""
-    began = time.perf_counter()
-    engine.ask([[5 + token % 240 for token in range(length)]], 1)
-    rate = length / (time.perf_counter() - began)
-    began, steps = time.perf_counter(), 4
-    engine.ask([[7 + request, 9, 11] for request in range(CROWD)], steps)
-    return rate, (time.perf_counter() - began) / steps
-
-
 def _answers(
-    engine: Any, phase: dict[str, Any], asked: list[list[int]], prompts: dict[str, Any]
+    engine: Any, phase: dict[str, Any], asked: list[list[int]], aborted: Sequence[int]
 ) -> list[dict[str, Any] | None]:
     """Return the answers of one phase in the order of the prompts; None for a request that was aborted."""
     if phase["of"] == "alone":
-        return [answer for prompt in asked for answer in engine.ask([prompt], prompts["answer"])]
+        return [answer for prompt in asked for answer in engine.ask([prompt], ANSWER)]
     order = list(range(len(asked)))[:: -1 if phase.get("reversed") else 1]
-    gone = [place for place, request in enumerate(order) if request in prompts["aborted"]]
-    answers = engine.ask([asked[request] for request in order], prompts["answer"], gone)
+    gone = [place for place, request in enumerate(order) if request in aborted]
+    answers = engine.ask([asked[request] for request in order], ANSWER, gone)
     found: list[dict[str, Any] | None] = [None] * len(asked)
     for place, request in enumerate(order):
         if place not in gone:
@@ -279,35 +231,16 @@ def _answers(
     return found
 
 
-def _continued(
-    engine: Any, asked: list[list[int]], known: list[dict[str, Any] | None], count: int
-) -> list[dict[str, Any] | None]:
+def _continued(engine: Any, asked: list[list[int]], known: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return answers whose first halves are known and are part of the prompts, as after a preemption."""
-    half = count // 2
+    half = ANSWER // 2
     places = [place for place, one in enumerate(known) if one is not None]
     halves = [{**one, "tokens": one["tokens"][:half], "logprobs": one["logprobs"][:half]} for one in known if one]
     prompts = [asked[place] + one["tokens"] for place, one in zip(places, halves, strict=True)]
     found: list[dict[str, Any] | None] = [None] * len(asked)
-    for place, first, rest in zip(places, halves, engine.ask(prompts, count - half), strict=True):
+    for place, first, rest in zip(places, halves, engine.ask(prompts, ANSWER - half), strict=True):
         found[place] = {**rest, **{name: first[name] + rest[name] for name in ("tokens", "logprobs")}}
     return found
-
-
-def measure(plan: dict[str, Any]) -> dict[str, tuple[float, float, str]]:
-    """Return a tier's GB/s by operation, those of the plain operation that it is compared with, and that one's name.
-
-    Args:
-        plan: ``tier``, a settings file with a store of this tier alone; ``blocks`` and ``block``, how many and how
-            many bytes each; ``rounds``.
-    """
-    from ucm.config.load import read_store_settings  # noqa: PLC0415 - engines measure nothing
-    from ucm.store.bench import Figures, Workload, bench, beside, for_bench  # noqa: PLC0415 - likewise
-
-    config = for_bench(read_store_settings(Path(plan["tier"])).as_store_config())
-    figures = Figures(Workload(plan["blocks"], SLICES, plan["block"] // SLICES, plan["rounds"]))
-    bench(config, figures)
-    moved = {one: plain for one, plain in beside(config).items() if one != "staged" and one in figures.seconds}
-    return {one: (figures.rate(one)[1], figures.rate(plain)[1], plain) for one, plain in moved.items()}
 
 
 def _versions() -> dict[str, str]:

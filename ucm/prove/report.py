@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucm.prove.judge import Row
-    from ucm.prove.run import EngineRun, Proof, Speed
+    from ucm.prove.run import EngineRun, Proof
 
 #: Differences of a row that are shown.
 SHOWN = 3
@@ -30,7 +30,6 @@ def render(proof: Proof) -> list[str]:
         same = f"{noise.requests - noise.differing} of {noise.requests} same"
         cells.append(("without UCM, in other batches", "noise", same, f"{noise.batches:.1e}", ""))
     cells += [(f"first token, {name}", _duration(value), "", "", "") for name, value in proof.first_tokens().items()]
-    cells += [_of_tier(speed) for speed in proof.tiers]
     lines += table(cells)
     details = [f"{row.name}: {difference}" for row in proof.rows for difference in _shown(row)]
     tails = [f"{name} | {line}" for name, run in proof.runs.items() for line in run.tail[-8:]]
@@ -75,7 +74,6 @@ def as_data(proof: Proof) -> dict[str, Any]:
         "rows": [_row_data(row) for row in proof.rows],
         "noise": dataclasses.asdict(proof.noise),
         "first_tokens": proof.first_tokens(),
-        "tiers": [dataclasses.asdict(speed) for speed in proof.tiers],
         "notes": list(proof.notes),
     }
     finite: dict[str, Any] = _finite(data)
@@ -155,13 +153,6 @@ def _conditions(row: Row) -> str:
     if row.name.startswith("16"):
         found += [f"{row.phase.aborted} aborted", f"{row.phase.counters.get('preemptions', 0):.0f} preemptions"]
     return ", ".join(found)
-
-
-def _of_tier(speed: Speed) -> tuple[str, ...]:
-    if not speed.beside:
-        return (f"tier {speed.tier}", "not measured", "", "", speed.reason)
-    beside = f"{speed.rate / speed.limit:.0%} of a plain {speed.beside} ({speed.limit:.2f} GB/s)"
-    return (f"tier {speed.tier}, {speed.operation}", f"{speed.rate:.2f} GB/s", "", "", beside)
 
 
 def _duration(seconds: float) -> str:

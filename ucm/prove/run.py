@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -15,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ucm.engine_process import FAILED, TIMED_OUT, Ended, connector, prepare_model, run_child
 from ucm.integration.vllm.sparse.config import KEY
 from ucm.prove.command import engine_arguments, full_budget, pool_size
-from ucm.prove.engine import SLICES
 from ucm.prove.judge import Noise, Phase, Row, Verdict, judge, measure_noise
 from ucm.prove.store import proof_store
-from ucm.store.config import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +30,8 @@ ENGINE = "ucm.prove.engine"
 ENVIRONMENT = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
 #: The most of the remaining time that the plain engine may take, and the first one with UCM, and one before the last.
 PLAIN_SHARE, FIRST_SHARE, RESTART_SHARE = 0.5, 0.8, 0.6
-#: Seconds kept back for the tiers; an engine is not started in fewer seconds.
-FOR_TIERS, LEAST = 20.0, 10.0
-#: The test blocks of the tiers: as many as have so many bytes.
-TIER_BYTES, TIER_BLOCKS, TIER_ROUNDS = 128 << 20, 64, 3
-#: Which plain figure is the limit of a tier's.
+#: An engine is not started in fewer seconds.
+LEAST = 10.0
 SPARSE = "sparse, full budget"
 
 _REFUSED = re.compile(
@@ -129,27 +123,6 @@ class EngineRun:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """A tier's speed beside the limit.
-
-    Attributes:
-        tier: The tier.
-        operation: ``save``, ``load hot`` or ``load cold``.
-        rate: GB/s, the median of the rounds.
-        limit: The same bytes by the plain operation, in GB/s.
-        beside: The plain operation; empty if the tier was not measured.
-        reason: Why it was not measured.
-    """
-
-    tier: str
-    operation: str = ""
-    rate: float = 0.0
-    limit: float = 0.0
-    beside: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Proof:
     """The result."""
 
@@ -157,7 +130,6 @@ class Proof:
     rows: tuple[Row, ...]
     noise: Noise
     runs: Mapping[str, EngineRun]
-    tiers: tuple[Speed, ...]
     notes: tuple[str, ...]
     seconds: float
 
@@ -253,7 +225,6 @@ class _Prover:
     def prove(self) -> Proof:
         try:
             self._engines()
-            tiers = tuple(self._tiers())
         finally:
             workers = [worker for run in self.runs.values() for worker in run.about.get("workers", ())]
             self._notes += self.store.remove({group["tag"] for worker in workers for group in worker["groups"]})
@@ -267,7 +238,6 @@ class _Prover:
             rows,
             noise,
             self.runs,
-            tiers,
             tuple(dict.fromkeys(self._notes)),
             self.clock() - self._began,
         )
@@ -299,7 +269,7 @@ class _Prover:
     ) -> EngineRun:
         """Run one engine within a share of the remaining time."""
         found = self.runs[name] = EngineRun()
-        seconds = (self._left() - FOR_TIERS) * share
+        seconds = self._left() * share
         if seconds < LEAST:
             found.reason = "no time was left: give more --minutes"
             return found
@@ -313,8 +283,6 @@ class _Prover:
             "prompts": None if name == "plain" else self.runs["plain"].prompts,
             "longest": self.request.longest,
             "sparse": name == SPARSE,
-            "engines": len(_ENGINES) - (self.request.sparse is None),
-            "seconds": self._left() - FOR_TIERS,
         }
         ended = Ended(FAILED, directory)
         try:
@@ -323,7 +291,7 @@ class _Prover:
             found.read(ended)
             self.store.namespaces |= {match[1] for line in ended.lines if (match := _NAMESPACE.search(line))}
         if ended.outcome == TIMED_OUT:
-            found.reason = f"it did not fit into the {seconds:.0f} s that it had: give more --minutes"
+            found.reason = f"it did not fit into {seconds:.0f} s: give more --minutes, or fewer --tokens"
         elif ended.failure:
             found.reason, found.tail = why(ended.lines), ended.tail
         return found
@@ -366,35 +334,6 @@ class _Prover:
             self._notes.append(
                 f"UCM counted {failed:.0f} blocks that it could not save or load and that were recomputed"
             )
-
-    def _tiers(self) -> list[Speed]:
-        """Measure each tier of the pipeline alone, with blocks of the model's size."""
-        workers = [worker for run in self.runs.values() for worker in run.about.get("workers", ())]
-        nbytes = max((group["bytes"] for worker in workers for group in worker["groups"]), default=0) // SLICES * SLICES
-        return [speed for tier in self.store.config.parts for speed in self._tier(tier, nbytes)]
-
-    def _tier(self, tier: str, nbytes: int) -> list[Speed]:
-        seconds = self._left()
-        if tier not in OURS or tier == "Empty":
-            return [Speed(tier, reason="only tiers of UCM's own are measured")]
-        if not nbytes:
-            return [Speed(tier, reason="no engine said how large a block is")]
-        if seconds < 1:
-            return [Speed(tier, reason="no time was left: give more --minutes")]
-        directory = self.directory / f"tier-{tier}"
-        directory.mkdir()
-        file = directory / "ucm_config.yaml"
-        file.write_text(json.dumps({"store": self.store.section(tier)}), encoding="utf-8")
-        self.say(f"ucm: the tier {tier}, at most {seconds:.0f} s …")
-        blocks = max(4, min(TIER_BLOCKS, TIER_BYTES // nbytes))
-        plan = {"tier": str(file), "block": nbytes, "blocks": blocks, "rounds": TIER_ROUNDS}
-        ended = self.run(ENGINE, directory, plan, seconds, {})
-        if ended.outcome == TIMED_OUT:
-            return [Speed(tier, reason=f"it was not measured within {seconds:.0f} s: give more --minutes")]
-        if ended.failure:
-            return [Speed(tier, reason=why(ended.lines).removeprefix("vLLM failed: "))]
-        (rates,) = ended.results()
-        return [Speed(tier, operation, *found) for operation, found in rates.items()]
 
 
 _ENGINES = {

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ucm.commands.store.places import opened_server
 from ucm.config.document import FILE_KEY
 from ucm.config.load import check_connector_config
-from ucm.config.settings import ONLY_WITH
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.config import DRAM, LOCAL, OURS, POSIX
@@ -52,13 +51,6 @@ class ProofStore:
     def servers(self) -> list[str]:
         """The tiers on servers."""
         return [name for name in self.config.parts if name in OURS and is_on_servers(name)]
-
-    def section(self, tier: str) -> dict[str, Any]:
-        """Return a ``store`` section with one tier of the pipeline alone."""
-        section = dict(self.extra["store"])
-        tiers = {name: options for name, options in section.get("tiers", {}).items() if name == tier}
-        kept = {name: value for name, value in section.items() if tier in ONLY_WITH.get(name, {tier})}
-        return {**kept, "pipeline": tier, **({"tiers": tiers} if tiers else {})}
 
     def remove(self, tags: Iterable[str]) -> list[str]:
         """Delete the store.

@@ -12,8 +12,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,9 +25,8 @@ from ucm.errors import UcmError
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
 from ucm.store.config import DRAM
 from ucm.store.factory import authenticator_of, is_on_servers, open_store, open_tier, remove_blocks
-from ucm.store.format import aligned_buffer, checksum
+from ucm.store.format import aligned_buffer
 from ucm.store.memory.segment import delete_blocks
-from ucm.store.memory.slab import PAGE, Slab, SlabReader
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 
@@ -38,6 +35,9 @@ if TYPE_CHECKING:
 
     from ucm.store.base import KVStore, TaskResult
     from ucm.store.config import StoreConfig
+
+    #: Its name and what it does.
+    Operation: TypeAlias = tuple[str, Callable[[], None]]
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 #: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
@@ -88,14 +88,6 @@ class Workload:
         size, view = self.geometry.nbytes, memory.data
         return [view[at : at + size] for at in range(0, self.nbytes, size)]
 
-    def scattered(self, memory: Bytes) -> list[BlockTransfer]:
-        """Return the blocks with a buffer for each layer slice, as in a KV cache."""
-        size = self.slice_nbytes
-        return [
-            BlockTransfer(key, [row[at : at + size] for at in range(0, row.nbytes, size)])
-            for key, row in zip(self.keys, self.rows(memory), strict=True)
-        ]
-
 
 @dataclass
 class Figures:
@@ -127,7 +119,7 @@ class Figures:
 
 def beside(config: StoreConfig) -> dict[str, str]:
     """Return the figure that each of a store's figures is compared with."""
-    return {**(_BESIDE_MEMORY if config.parts[0] in DRAM else _BESIDE_FILES), "staged": "memcpy"}
+    return _BESIDE_MEMORY if config.parts[0] in DRAM else _BESIDE_FILES
 
 
 def bench(
@@ -136,29 +128,30 @@ def bench(
     progress: Callable[[str], None] = lambda _: None,
     *,
     tidy: bool = True,
+    kind: Callable[..., Run] | None = None,
 ) -> None:
     """Measure a store in a temporary namespace.
 
-    Files that are written again are emptied and moved aside. When ext4 without a journal creates a file, it passes over
-    inodes that were deleted in the last minutes; if they are many, this takes longer than the write.
+    Each round has keys and files of its own, and only empties those of the last one. When ext4 without a journal
+    creates a file, it passes over inodes that were deleted in the last minutes; if they are many, this takes longer
+    than the write.
 
     Args:
         config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's, or
             where temporary files do.
         figures: Says which blocks to move, and takes the seconds of ``memcpy``, ``write``, ``read hot`` and ``read
-            cold`` by one thread and, as ``… xN``, by as many threads as the store uses; of the same threads with one
-            checksum per block, as ``… checked xN``, which no store that verifies can surpass; of the store's ``save``,
-            ``load hot`` and ``load cold``; and of ``staged``, a worker's copies of blocks that were found and lie
-            verified in memory. Files in memory have no cold reads.
+            cold`` by one thread, and of the store's ``save``, ``load hot`` and ``load cold``. Files in memory have no
+            cold reads.
         progress: Called with the name of each operation before it is measured.
-        tidy: Whether to delete files and blocks at the end; if not, the next measurement is not slowed down, and the
-            caller deletes the directories.
+        tidy: Whether to delete files and blocks at the end; if not, they are emptied, the next measurement is not
+            slowed down, and the caller deletes the directories.
+        kind: Makes the run; a derived class of `Run` may do more in each round.
 
     Raises:
         UcmError: The store cannot be opened, or a transfer failed.
     """
     with ExitStack() as stack:
-        run = _Run(config, figures.workload, stack, tidy=tidy)
+        run = (kind or Run)(config, figures.workload, stack, tidy=tidy)
         for number in range(figures.workload.rounds):
             for operation, action in run.operations(number):
                 progress(operation)
@@ -166,149 +159,122 @@ def bench(
             figures.end_round()
 
 
-class _Run:
-    """The memory, the files and the store of one benchmark."""
+class Run:
+    """The memory, the files and the store of one benchmark.
 
-    def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool) -> None:
+    Args:
+        config: The store.
+        workload: The blocks.
+        stack: Closes and deletes what was opened and made.
+        tidy: See `bench`.
+    """
+
+    def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool = True) -> None:
         roots = config.roots or [tempfile.gettempdir()]
         namespace = f"bench-{os.getpid()}"
         cleanup = stack.enter_context(ExitStack())  # runs after the store is closed, which may still write
-        self._config, self._workload, self._keys = config, workload, workload.keys
+        self.config, self.workload = config, workload
+        self._keys: list[BlockKey] = []
         self._store = stack.enter_context(open_store(config, namespace, workload.geometry))
         self._layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
-        self._plain = Path(roots[0], f"bench-plain-{owner_name()}")
+        self._plain, self._turn = Path(roots[0], f"bench-plain-{owner_name()}"), 0
         self._plain.mkdir(mode=DIRECTORY_MODE)
-        self._asides: dict[str, Path] = {}  # by root
         if tidy:
             cleanup.callback(shutil.rmtree, self._plain, ignore_errors=True)
-            cleanup.callback(remove_blocks, config, namespace, workload.keys)
-            cleanup.callback(self._delete_asides)
-        self._pools = {
-            n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}
-        }
+            cleanup.callback(lambda: remove_blocks(config, namespace, self._keys))
         self._servers = [
             stack.enter_context(closing(open_tier(config, name, namespace, authenticator_of(config))))
             for name in config.parts
             if is_on_servers(name)
         ]
         # Aligned, as a KV cache is: see `aligned_buffer`.
-        self._source, self._target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
-        self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
-        self._target.fill(0)
-        self._saves, self._loads = workload.transfers(self._source), workload.transfers(self._target)
-        self._from, self._into = workload.rows(self._source), workload.rows(self._target)
-        self._copy = self._staged(stack)
+        self.source, self.target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
+        self.source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
+        self.target.fill(0)
+        self._from, self._into = workload.rows(self.source), workload.rows(self.target)
+        if not tidy:
+            stack.callback(self._empty)
 
-    def _staged(self, stack: ExitStack) -> Callable[[], None]:
-        """Bring every block into a slab, as the scheduler process does; return what copies them as a worker does."""
-        geometry = self._workload.geometry
-        slab, reader = Slab(self._workload.nbytes + self._workload.blocks * PAGE, 1), SlabReader()
-        stack.callback(reader.close)
-        stack.callback(slab.close)
-        slab.lay_out(geometry.nbytes)
-        reader.attach(slab.address, 0, {})
-        places = []
-        for block in self._saves:
-            claimed = slab.claim(0, block.key)
-            if claimed is None:
-                raise UcmError("there is no room to stage the blocks", fix="measure fewer or smaller blocks")
-            row, _ = claimed
-            slab.memory(row, 0, geometry.nbytes)[:] = block.slices[0]
-            slab.filled(row, "")
-            places.append(slab.offset(row))
-        names, scattered = [""] * len(places), self._workload.scattered(self._target)
-        return lambda: _raise_failure(reader.load(scattered, places, names).wait())
-
-    def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    def operations(self, number: int) -> Iterator[Operation]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
-        loads, saves = self._config.load_threads, self._config.save_threads
-        save, load = (partial(call, self._store, of) for call, of in ((save_all, self._saves), (load_all, self._loads)))
-        yield "memcpy", lambda: np.copyto(self._target, self._source)
-        self._target.fill(0)
-        yield "staged", self._copy
-        verify(self._source, self._target)
-        writes: list[tuple[str, Callable[[], None]]] = [
-            ("write", lambda: self._each(self._write)),
-            (f"write x{saves}", lambda: self._each(self._write, saves)),
-            (f"write checked x{saves}", lambda: self._each(self._write_checked, saves)),
-            ("save", save),
-        ]
-        self._delete(stored=True)
-        # Alternate the order, because the first one finds the disk idle.
-        for operation, action in writes if number % 2 else [writes[-1], *writes[:-1]]:
+        yield "memcpy", lambda: np.copyto(self.target, self.source)
+        self.target.fill(0)
+        self._empty()
+        self._keys = [BlockKey(os.urandom(32)) for _ in range(self.workload.blocks)]
+        saves, loads = (
+            [BlockTransfer(key, [row]) for key, row in zip(self._keys, rows, strict=True)]
+            for rows in (self._from, self._into)
+        )
+        load = partial(load_all, self._store, loads)
+        for operation, action in _in_turns(self.writes(), ("save", partial(save_all, self._store, saves)), number):
             if operation != "save":
-                self._delete()
+                _truncate(self._files())
+                self._turn += 1
             yield operation, action
-        reads: list[tuple[str, Callable[[], None]]] = [
-            ("read", lambda: self._each(self._read)),
-            (f"read x{loads}", lambda: self._each(self._read, loads)),
-            (f"read checked x{loads}", lambda: self._each(self._read_checked, loads)),
-            ("load", load),
-        ]
         # The first read of a file after it was written costs more than later ones: the kernel moves its pages.
-        self._each(self._read)
-        self._target.fill(0)
+        self.each(self.read)
+        self.target.fill(0)
         load()
-        verify(self._source, self._target)
+        verify(self.source, self.target)
         self._store.flush(_FLUSH_SECONDS)
-        for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
+        for operation, action in _in_turns(self.reads(), ("load", load), number):
             yield f"{operation[:4]} hot{operation[4:]}", action
-        if self._config.pipeline == "Posix":
-            for operation, action in reads if number % 2 else [reads[-1], *reads[:-1]]:
-                drop_from_cache(self._files(stored=True))
+        if self.config.pipeline == "Posix":
+            for operation, action in _in_turns(self.reads(), ("load", load), number):
+                drop_from_cache([*self._files(), *self._blocks()])
                 yield f"{operation[:4]} cold{operation[4:]}", action
 
-    def _each(self, action: Callable[[int], None], threads: int = 0) -> None:
-        numbers = range(self._workload.blocks)
-        for _ in self._pools[threads].map(action, numbers) if threads else map(action, numbers):
-            pass
+    def writes(self) -> list[Operation]:
+        """Return what a save is compared with: one plain file per block."""
+        return [("write", lambda: self.each(self.write))]
 
-    def _write(self, number: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        descriptor = os.open(f"{self._plain}/{number}", flags, FILE_MODE)
+    def reads(self) -> list[Operation]:
+        """Return what a load is compared with, likewise; their names begin with ``read``."""
+        return [("read", lambda: self.each(self.read))]
+
+    def each(self, action: Callable[[int], None]) -> None:
+        """Do something for each block, by its number."""
+        for number in range(self.workload.blocks):
+            action(number)
+
+    def write(self, number: int) -> None:
+        """Write a block's plain file."""
+        descriptor = os.open(f"{self._plain}/{self._turn}-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         os.pwrite(descriptor, self._from[number], 0)
         os.close(descriptor)
 
-    def _read(self, number: int) -> None:
-        descriptor = os.open(f"{self._plain}/{number}", os.O_RDONLY)
+    def read(self, number: int) -> None:
+        """Read the file that was written last for a block."""
+        descriptor = os.open(f"{self._plain}/{self._turn}-{number}", os.O_RDONLY)
         os.preadv(descriptor, [self._into[number]], 0)
         os.close(descriptor)
 
-    def _write_checked(self, number: int) -> None:
-        checksum(self._from[number])
-        self._write(number)
+    def _files(self) -> list[Path]:
+        """Return the plain files that were written last."""
+        return list(self._plain.glob(f"{self._turn}-*"))
 
-    def _read_checked(self, number: int) -> None:
-        self._read(number)
-        checksum(self._into[number])
+    def _blocks(self) -> list[Path]:
+        """Return the files of the blocks that were saved last."""
+        paths = [Path(layout.block(key)) for layout in self._layouts for key in self._keys]
+        return [path for path in paths if path.exists()]
 
-    def _files(self, *, stored: bool) -> list[Path]:
-        blocks = [Path(layout.block(key)) for layout in self._layouts for key in self._keys] if stored else []
-        return [path for path in [*self._plain.iterdir(), *blocks] if path.exists()]
-
-    def _delete(self, *, stored: bool = False) -> None:
-        for path in self._files(stored=stored):
-            os.truncate(path, 0)
-            path.rename(self._aside(path) / uuid.uuid4().hex)
-        for layout in self._layouts if stored else ():
+    def _empty(self) -> None:
+        """Free the room of what was written last."""
+        _truncate([*self._files(), *self._blocks()])
+        for layout in self._layouts:
             delete_blocks(layout, self._keys)
-        for tier in self._servers if stored else ():
-            for key in self._keys:
-                tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a RemoteTier
+        for tier in self._servers:
+            tier.drop(self._keys)
 
-    def _aside(self, path: Path) -> Path:
-        """Return the directory for files that are not needed, on the file system of ``path``; create it if need be."""
-        roots = {str(self._plain.parent), *(str(layout.root) for layout in self._layouts)}
-        root = max((root for root in roots if path.is_relative_to(root)), key=len)
-        if root not in self._asides:
-            self._asides[root] = Path(root, f"bench-aside-{owner_name()}")
-            self._asides[root].mkdir(mode=DIRECTORY_MODE)
-        return self._asides[root]
 
-    def _delete_asides(self) -> None:
-        """Delete the files that were moved aside."""
-        for aside in self._asides.values():
-            shutil.rmtree(aside, ignore_errors=True)
+def _truncate(paths: Iterable[Path]) -> None:
+    for path in paths:
+        os.truncate(path, 0)
+
+
+def _in_turns(plain: list[Operation], own: Operation, number: int) -> list[Operation]:
+    """Return the operations of a round in its order: it alternates, because the first one finds the disk idle."""
+    return [*plain, own] if number % 2 else [own, *plain]
 
 
 def save_all(store: KVStore, blocks: Sequence[BlockTransfer]) -> None:

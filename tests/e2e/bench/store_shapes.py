@@ -111,8 +111,9 @@ _OF_A_COPY, _OF_A_FILE = 0.7, 0.9
 def _judge(what: str, config: StoreConfig, found: SideFigures, table: Table) -> Iterator[Figure]:
     detail = {name: found.rate(name)[1] for name in found.seconds}
     detail |= {f"{name}, processor s/GB": found.processor_per_gb(name) for name in found.processor}
-    for operation, plain in beside(config).items():
-        if operation not in found.seconds or (operation == "staged" and config.pipeline != "Dram"):
+    compared = {**beside(config), **({"staged": "memcpy"} if config.pipeline == "Dram" else {})}
+    for operation, plain in compared.items():
+        if operation not in found.seconds:
             continue
         checked = found.checked(plain)
         costs = [f"{detail[f'{name}, processor s/GB']:.2f}" for name in (operation, plain, checked) if name]

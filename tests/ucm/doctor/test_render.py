@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ucm import cli
-from ucm.doctor import command as module
 from ucm.doctor.findings import Finding, Status, worst
 from ucm.errors import UcmError
 
@@ -24,7 +19,6 @@ if TYPE_CHECKING:
 def test_the_text(site: Site) -> None:
     answer = site.doctor(VLLM_PLUGINS="", UCM_DISABLE_ATTENTION_PATCH="1")
     assert answer.code == 0
-    assert "\x1b" not in answer.out
     lines = answer.out.splitlines()
     assert lines[0] == "UCM's overlay is active: 3 of its 4 modules replace those of vLLM 0.32.0 at import."
     starts = {
@@ -52,27 +46,6 @@ def test_all_is_well(site: Site) -> None:
 def test_what_would_not_load(site: Site) -> None:
     (site.packages / "vllm/v1/worker/worker_base.py").write_text("# edited\n")
     assert any(line.endswith("changed  ok    nowhere: ImportError") for line in site.doctor().out.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("tty", "no_color", "wanted"), [(True, None, True), (True, "", True), (True, "1", False), (False, None, False)]
-)
-def test_colour(monkeypatch: pytest.MonkeyPatch, tty: bool, no_color: str | None, wanted: bool) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color is not None:
-        monkeypatch.setenv("NO_COLOR", no_color)
-    assert module.wants_colour() is wanted
-
-
-@pytest.mark.parametrize("environ", [{}, {"NO_COLOR": "1"}])
-def test_colour_on_a_real_terminal(site: Site, environ: dict[str, str]) -> None:
-    leader, follower = pty.openpty()
-    command = [str(site.python), "-m", "ucm", "doctor"]
-    subprocess.run(command, stdout=follower, env={"PATH": os.environ["PATH"], **environ}, cwd=site.root, check=True)
-    os.close(follower)
-    assert (b"\x1b[32mok     \x1b[0m" in os.read(leader, 65536)) is not bool(environ)
-    os.close(leader)
 
 
 def test_the_gravest_status() -> None:

@@ -193,22 +193,7 @@ def test_vllm_s_own_loader_stops_at_an_inactive_overlay(
 class TestVllmIsToldToLeaveThePluginOut:
     """``VLLM_PLUGINS`` names other plug-ins, so vLLM calls none of ours."""
 
-    SAID = "[UCM.Patch] VLLM_PLUGINS leaves out ucm_overlay, so vLLM does not check in its processes that the overlay "
     ASK = "from ucm.overlay.activation import check_left_out; check_left_out(); print('checked')"
-
-    @pytest.mark.parametrize(("named", "export"), [("lora,other", "lora,other,ucm_overlay"), ("", "ucm_overlay")])
-    def test_an_active_overlay_says_so_once(self, shared: Environment, named: str, export: str) -> None:
-        done = shared.start("-c", f"import {SCHEDULER}, {ATTENTION}", VLLM_PLUGINS=named)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count(self.SAID) == 1
-        assert f"sparse methods do: export VLLM_PLUGINS={export}\n" in done.stderr
-
-    @pytest.mark.parametrize(
-        "variables", [{}, {"VLLM_PLUGINS": "a,ucm_overlay"}, {"UCM_DISABLE_PATCHES": "1"}], ids=str
-    )
-    def test_otherwise_nothing_is_said(self, shared: Environment, variables: dict[str, str]) -> None:
-        done = shared.start("-c", f"import {SCHEDULER}", **{"VLLM_PLUGINS": "a", **variables} if variables else {})
-        assert (done.returncode, done.stderr) == (0, "")
 
     @pytest.mark.parametrize("named", ["", "other"])
     def test_a_connector_refuses_an_inactive_overlay(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-GROUPS: list[dict[str, Any]] = [{"tokens": 16, "bytes": 4096, "layers": 4, "tag": "tp0of1-pp0of1-g0-b16"}]
+GROUPS: list[dict[str, Any]] = [{"tokens": 16, "tag": "tp0of1-pp0of1-g0-b16"}]
 WORKER: dict[str, Any] = {
     "pid": 1,
     "runner": ["vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.lora_model_runner_mixin"],
@@ -29,8 +29,6 @@ PROMPTS: dict[str, Any] = {
     "aborted": [1, 5, 9, 13],
     "source": "text",
 }
-#: What a tier's process reports.
-RATES = {"save": [1.0, 2.0, "write"], "load hot": [3.0, 4.0, "read hot"], "load cold": [0.5, 1.0, "read cold"]}
 
 
 def told(phase: str, number: int, *, loaded: bool) -> dict[str, Any]:
@@ -78,9 +76,6 @@ class Engines:
         self.spend()
         outcome, output = self.outcomes.get(name, (FINISHED, ""))
         (directory / LOG).write_text(output, encoding="utf-8")
-        if name.startswith("tier-"):
-            (directory / RESULT).write_text(json.dumps(RATES), encoding="utf-8")
-            return Ended(outcome, directory)
         parts: list[dict[str, Any]] = [{"about": {"workers": [WORKER], "dtype": "bfloat16", "versions": {"vllm": "9"}}}]
         if name == "plain":
             parts.append({"prompts": PROMPTS})

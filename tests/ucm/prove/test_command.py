@@ -81,7 +81,6 @@ def test_the_answers_are_the_same(place: Place) -> None:
     assert [row["verdict"] for row in data["rows"]] == ["same"] * 6
     assert all(row["preemptions"] > 0 for row in data["rows"] if row["name"].startswith("16"))
     assert all(row["loaded_bytes"] > 0 for row in data["rows"] if "after" in row["name"])
-    assert {tier["operation"] for tier in data["tiers"]} >= {"save", "load hot"}
     assert data["prompts"]["source"] == "token ids"
     assert "ucm: an engine without UCM" in done.stderr
     assert place.is_clean()

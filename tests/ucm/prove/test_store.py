@@ -40,7 +40,7 @@ def test_without_settings_blocks_are_files_in_the_temporary_directory(directory:
 def test_the_tiers_are_on_the_users_media_in_directories_of_their_own(directory: Path) -> None:
     existing, missing, memory = (directory.parent / name for name in ("existing", "missing", "memory"))
     existing.mkdir(mode=0o700)
-    own = {"load_threads": 3, "dram_capacity": "1MiB", "posix_capacity": "1GiB", "share_seconds": 60.0}
+    own = {"load_threads": 3, "dram_capacity": "1MiB", "posix_capacity": "1GiB"}
     store = {"pipeline": "Dram|Posix", "directories": [str(existing), str(missing)], "dram_directory": str(memory)}
     found = store_of(directory, {"connector": "layerwise", "store": {**store, **own}})
     section = found.extra["store"]
@@ -48,11 +48,6 @@ def test_the_tiers_are_on_the_users_media_in_directories_of_their_own(directory:
     assert section["dram_directory"] == f"{memory}-ucm-prove-1"
     assert (found.extra["connector"], section["load_threads"]) == ("layerwise", 3)
     assert "weights_id" not in found.extra
-    of_posix, of_dram = {"directories", "posix_capacity", "share_seconds"}, {"dram_directory", "dram_capacity"}
-    for tier, names in (("Posix", of_posix), ("Dram", of_dram)):
-        alone = found.section(tier)
-        assert alone["pipeline"] == tier
-        assert set(alone) == {"pipeline", "load_threads", *names}
 
 
 def test_a_refused_store_leaves_nothing(directory: Path) -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ucm.commands.options import add_deployment, add_engine_args, at_least
+from ucm.commands.options import add_deployment, at_least
 from ucm.errors import UcmError
 from ucm.salts import is_tag_name
 
@@ -77,12 +77,6 @@ def _add_ls(commands: Any) -> None:
     parser.add_argument(
         "--older-than", type=duration, metavar="AGE", help="only blocks not used for AGE, for instance 2d"
     )
-    parser.add_argument("--newer-than", type=duration, metavar="AGE", help="only blocks used within AGE")
-    parser.add_argument(
-        "--larger-than", type=size, metavar="SIZE", help="only blocks larger than SIZE, for instance 4MiB"
-    )
-    parser.add_argument("--sort", choices=("used", "size", "key"), default="used", help="default: used")
-    parser.add_argument("--reverse", action="store_true", help="reverse the order")
     parser.add_argument(
         "--limit", type=at_least(0), default=50, metavar="N", help="list at most N blocks; 0: all (default: 50)"
     )
@@ -100,7 +94,10 @@ def _add_verify(commands: Any) -> None:
 def _add_prompt(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     parser = _add(commands, name, what, module="prompt")
     parser.epilog = "It needs vLLM, whose model classes say what a block is. " + _EXIT_CODES
-    add_deployment(parser, prompt_required=True)
+    add_deployment(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="this prompt, tokenized by the model's tokenizer")
+    prompt.add_argument("--tokens", type=Path, metavar="FILE", help="the prompt whose token ids this JSON file lists")
     parser.add_argument(
         "--salt-file", metavar="FILE", help="FILE's first line is the cache salt of the prompt's requests"
     )
@@ -182,8 +179,7 @@ def _add_serve(commands: Any) -> None:
         description="Answer the commands about a prompt over HTTP, until it is interrupted.",
         epilog="It needs vLLM, whose model classes say what a block is, and whose packages serve HTTP.",
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the engines' configuration file")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
+    add_deployment(parser)
     parser.add_argument(
         "--listen",
         required=True,
@@ -191,7 +187,6 @@ def _add_serve(commands: Any) -> None:
         help="unix:PATH, a socket that only this user may use; or HOST:PORT, which needs --token-file",
     )
     parser.add_argument("--token-file", metavar="FILE", help="FILE's first line is the bearer token of each request")
-    add_engine_args(parser, '{"dtype": "float16"}', "; some of them change the namespace")
     parser.set_defaults(handle=partial(_handle, "serve"))
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import math
+import operator
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.commands.options import answer, table
 from ucm.commands.store.places import Directory, about, find_places
 from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
-from ucm.errors import UcmError
 from ucm.store.inspection import StoredBlock, stored_blocks
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 class Listed(NamedTuple):
@@ -25,25 +26,14 @@ class Listed(NamedTuple):
     block: StoredBlock
 
 
-#: Smallest first.
-_ORDERS: dict[str, Callable[[Listed], Any]] = {
-    "used": lambda listed: -listed.block.used,
-    "size": lambda listed: -listed.block.nbytes,
-    "key": lambda listed: listed.block.key,
-}
-
-
 def run(options: argparse.Namespace) -> int:
     """List the blocks; return 1 if a directory cannot be read.
 
     Raises:
-        UcmError: The options match nothing, or contradict each other.
+        UcmError: The options match nothing.
     """
-    older, newer = options.older_than, options.newer_than
-    if older is not None and newer is not None and older >= newer:
-        raise UcmError("no block can match both --older-than and --newer-than", fix="make --newer-than the longer time")
-    places = find_places(options)
-    blocks = nbytes = 0
+    places, blocks, nbytes = find_places(options), 0, 0
+    before = math.inf if options.older_than is None else time.time() - options.older_than
 
     def counted(found: Iterator[Listed]) -> Iterator[Listed]:
         nonlocal blocks, nbytes
@@ -55,16 +45,17 @@ def run(options: argparse.Namespace) -> int:
                 yield listed
 
     matching = counted(
-        listed
+        Listed(directory, block)
         for directory, layout in places.chosen()
         for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory)
-        if _matches(listed := Listed(directory, block), options)
+        if block.used < before and block.key.hex().startswith(options.key or "")
     )
-    if options.limit:
-        choose = heapq.nlargest if options.reverse else heapq.nsmallest
-        shown = choose(options.limit, matching, key=_ORDERS[options.sort])
-    else:
-        shown = sorted(matching, key=_ORDERS[options.sort], reverse=options.reverse)
+    latest_first = operator.attrgetter("block.used")
+    shown = (
+        heapq.nlargest(options.limit, matching, key=latest_first)
+        if options.limit
+        else sorted(matching, key=latest_first, reverse=True)
+    )
     shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
     lines = [*_text(shown), f"{blocks_and_bytes(blocks, nbytes)}{shorter}", *places.complaints()]
     data = {
@@ -74,17 +65,6 @@ def run(options: argparse.Namespace) -> int:
     }
     answer(options, data, lines)
     return int(bool(places.broken))
-
-
-def _matches(listed: Listed, options: argparse.Namespace) -> bool:
-    block = listed.block
-    age = time.time() - block.used
-    return (
-        (options.key is None or block.key.hex().startswith(options.key))
-        and (options.older_than is None or age > options.older_than)
-        and (options.newer_than is None or age < options.newer_than)
-        and (options.larger_than is None or block.nbytes > options.larger_than)
-    )
 
 
 def _text(shown: list[Listed]) -> list[str]:

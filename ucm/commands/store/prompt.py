@@ -17,10 +17,14 @@ import numpy as np
 from ucm.clock import SYSTEM
 from ucm.commands.options import answer, many, quieten, read_prompt, table
 from ucm.commands.store.text import iso
+from ucm.config.document import FILE_KEY
+from ucm.config.load import load_connector_config
 from ucm.config.settings import format_size
-from ucm.debug import block_keys, describe, hit_length
 from ucm.errors import ConfigError, UcmError
-from ucm.store.base import BlockMissingError, StoreError
+from ucm.hashing.request_content import RequestContent
+from ucm.integration.vllm.connector.kv_cache import longest_hit
+from ucm.integration.vllm.weightless import describe_engine
+from ucm.store.base import BlockKey, BlockMissingError, StoreError
 from ucm.store.config import read_secret
 from ucm.store.factory import authenticator_of, back_end_class, is_tier, open_store, open_tier
 from ucm.store.posix.space import pins_beyond
@@ -28,15 +32,32 @@ from ucm.store.posix.space import pins_beyond
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.weightless import EngineFacts, StoredGroup
-    from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
     from ucm.store.tier import Tier
 
 #: Blocks that are copied at once, as most media serve some requests sooner together than one after the other.
 _THREADS = 4
+
+
+def describe(config: Path, model: Path, engine_args: Mapping[str, Any]) -> tuple[ConnectorConfig, EngineFacts]:
+    """Return the settings of an engine, of any number of ranks, and what it would name and store.
+
+    Args:
+        config: A file with the connector's settings.
+        model: The model's directory.
+        engine_args: The engine's other arguments, as vLLM's ``EngineArgs`` names them: ``dtype``, ``block_size``,
+            ``kv_cache_dtype`` and others are part of the namespace.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        UcmError: There is no such model, or vLLM is not installed or refuses it.
+    """
+    extra = {FILE_KEY: str(config.absolute())}
+    return load_connector_config(extra), describe_engine(model, extra, engine_args)
 
 
 @dataclass(frozen=True)
@@ -209,8 +230,14 @@ class Prompt:
 
     def _groups(self) -> Iterator[tuple[StoredGroup, list[BlockKey]]]:
         """Yield each KV-cache group with the keys of the prompt's whole chunks, in order."""
+        content, hasher = RequestContent(salt=self.salt) if self.salt else None, self.facts.hasher
         for stored in self.facts.stored:
-            yield stored, block_keys(self.facts, self.token_ids, stored.group.chunk_tokens, self.salt)
+            size = stored.group.chunk_tokens
+            try:
+                keys = hasher.generate_block_hashes(list(self.token_ids), size, content)
+            except ValueError as error:
+                raise UcmError(f"an engine would not cache this prompt: {error}") from error
+            yield stored, [BlockKey(key) for key in keys]
 
     def _depths(self, from_token: int = 0) -> Iterator[tuple[StoredGroup, dict[BlockKey, int]]]:
         """Yield each KV-cache group with the depths of its chunks, except those that have one of the first tokens."""
@@ -239,8 +266,13 @@ class Prompt:
         return found, self._hit(found, [one.present for one in found])
 
     def _hit(self, found: Sequence[FoundBlocks], present: Sequence[Sequence[bool]]) -> int:
-        """Return how many tokens an engine would load if these blocks were stored."""
-        return hit_length(self.settings, [one.stored.group for one in found], present, len(self.token_ids))
+        """Return how many tokens an engine with an empty KV cache would load if these blocks were stored."""
+        settings, count = self.settings, len(self.token_ids)
+        groups = [one.stored.group for one in found]
+        limit = min(count - 1, int(settings.hit_ratio * count))
+        step = int(np.lcm.reduce([group.chunk_tokens for group in groups]))
+        tokens = longest_hit(groups, present, limit, step) if count else 0
+        return tokens if tokens >= settings.min_hit_tokens else 0
 
     def _lease(self, seconds: float, *, pin: bool) -> dict[str, Any]:
         """Lease the blocks.
@@ -367,7 +399,7 @@ def run(options: argparse.Namespace) -> int:
     """
     quieten()
     salt = read_secret(options.salt_file, None, "--salt-file")
-    token_ids = read_prompt(options) or []
+    token_ids = read_prompt(options)
     described = describe(options.config, options.model, options.engine_args)
     act, tell = ACTIONS[options.action]
     given = {name: value for name, value in vars(options).items() if name in {"seconds", "from_token"}}

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ucm.commands.options import quieten, say, tokenize
-from ucm.commands.store.prompt import ACTIONS, Prompt
-from ucm.debug import describe
+from ucm.commands.store.prompt import ACTIONS, Prompt, describe
 from ucm.errors import UcmError
 from ucm.store.config import read_secret
 

@@ -75,10 +75,8 @@ def verify(places: Places, threads: int, quarantine: bool) -> tuple[dict[str, An
 
     with ExitStack() as stack:
         servers = {name: tier for name in places.servers if (tier := opened(stack, name))}
-        with progress("listing", None, "blocks") as bar:
-            total = sum(item.nbytes for item in _items(places, servers, authenticator) if bar.update() or True)
         began = time.perf_counter()
-        with progress("reading", total, "B") as bar:
+        with progress("reading", None, "B") as bar:
             done, problems = _read(_items(places, servers, authenticator), threads, bar, quarantine=quarantine)
     seconds, causes = time.perf_counter() - began, [problem["cause"] for problem in problems]
     data = {

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.commands.described import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
 from tests.ucm.commands.store.test_lookup import below_the_disk, config, prompt  # noqa: F401 - fixtures
-from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
 from ucm.config.settings import format_size
 from ucm.hashing.request_content import RequestContent
 from ucm.hashing.request_hasher import RequestHasher

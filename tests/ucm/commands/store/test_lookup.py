@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
+from tests.ucm.commands.described import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, facts, keys  # noqa: F401 - a fixture
+from tests.ucm.hashing.stand_ins import ModelConfig, Request, VllmConfig
+from ucm.commands.store.prompt import Prompt
+from ucm.config.load import check_connector_config
+from ucm.errors import UcmError
+from ucm.hashing.block_keys import BlockKeys
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.testing.blocks import save
@@ -126,6 +131,61 @@ def test_a_tier_that_does_not_answer_is_named(
     assert answer.code == 1
     assert f"  {remote.name} does not answer: lookup.unavailable\n" in answer.out
     assert f"would load {3 * SIZE} of" in answer.out
+
+
+def loaded(count: int = len(TOKENS), *windows: int | None, **settings: Any) -> int:
+    """The tokens of a prompt that an engine with these settings would load."""
+    config, _ = check_connector_config(settings)
+    found: int = Prompt(config, facts(*windows), TOKENS[:count]).lookup()["found_tokens"]
+    return found
+
+
+def test_what_an_engine_would_load_depends_on_its_settings(config: Path) -> None:
+    store = {"directories": str(config.parent / "kv")}
+    assert loaded(store=store) == 3 * SIZE
+    assert loaded(3 * SIZE, store=store) == 2 * SIZE, "one token at least is computed"
+    assert loaded(0, store=store) == 0
+    assert loaded(store=store, connector="mock", hit_ratio=0.5) == 2 * SIZE
+    assert loaded(store=store, min_hit_tokens=4 * SIZE) == 0
+
+
+def test_every_group_of_layers_must_have_its_blocks(config: Path) -> None:
+    directory = str(config.parent / "kv")
+    windows, store = (None, SIZE + 1), {"directories": directory}
+    assert loaded(len(TOKENS), *windows, store=store) == 0
+    with open_store(StoreConfig(directories=(directory,)), f"{NAMESPACE}/g1", GEOMETRY) as windowed:
+        save(windowed, keys(3)[2:], GEOMETRY)
+    assert loaded(len(TOKENS), *windows, store=store) == 3 * SIZE, "a window of a block needs the last block alone"
+
+
+def test_blocks_are_named_as_the_scheduler_side_names_them(tmp_path: Path) -> None:
+    settings, _ = check_connector_config({"store": {"directories": str(tmp_path)}})
+    scheduler = BlockKeys(VllmConfig(ModelConfig("llama")), b"seed")
+    for salt in ("", "salt"):
+        (group,) = Prompt(settings, facts(), TOKENS, salt).lookup()["groups"]
+        named = scheduler.of(Request("r", TOKENS, cache_salt=salt or None), SIZE) or []
+        assert [block["key"] for block in group["blocks"]] == [key.hex() for key in named]
+    with pytest.raises(UcmError, match="would not cache"):
+        Prompt(settings, facts(), [-1] * SIZE).lookup()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--tokens", "{}", "is not a JSON list of token ids"),
+        ("--tokens", "nothing", "cannot read the file with token ids"),
+        ("--prompt", "hello", "cannot tokenize the prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_one_error(
+    ask: Callable[..., Answer], config: Path, tmp_path: Path, option: str, value: str, said: str
+) -> None:
+    if option == "--tokens":
+        (tmp_path / "tokens").write_text(value, encoding="utf-8")
+        value = str(tmp_path / "tokens")
+    answer = ask("lookup", "--config", config, "--model", "/m", option, value)
+    assert (answer.code, answer.err.count("ucm: ")) == (2, 1)
+    assert said in answer.err
 
 
 def test_a_prompt_must_be_given(ask: Callable[..., Answer], config: Path) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.commands.described import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, facts, keys  # noqa: F401 - a fixture
 from tests.ucm.commands.store.test_lease import run  # noqa: F401 - a fixture
 from tests.ucm.commands.store.test_lookup import below_the_disk, config, prompt  # noqa: F401 - fixtures
 from tests.ucm.store.keys import key_file
-from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, facts, keys  # noqa: F401 - a fixture
 from ucm.hashing.request_content import RequestContent
 from ucm.hashing.request_hasher import RequestHasher
 from ucm.store.base import BlockKey, StoreFullError

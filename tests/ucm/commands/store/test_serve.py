@@ -13,12 +13,11 @@ import pytest
 import uvicorn
 
 from tests.ports import free_port
+from tests.ucm.commands.described import SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
 from tests.ucm.commands.store.test_lookup import config, prompt  # noqa: F401 - fixtures
 from tests.ucm.store.keys import key_file
-from tests.ucm.test_debug import SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
 from ucm.commands.store import serve
-from ucm.commands.store.prompt import Prompt
-from ucm.debug import describe
+from ucm.commands.store.prompt import Prompt, describe
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def post(config: Path) -> Callable[..., httpx2.Response]:  # noqa: F811 - a fixt
     """Ask the application, without a network."""
 
     def post(action: str, body: object, token: str = "", sent: str | None = None) -> httpx2.Response:
-        app: Any = serve.application(describe(config, "/m"), Path("/m"), token)
+        app: Any = serve.application(describe(config, Path("/m"), {}), Path("/m"), token)
         headers = {} if sent is None else {"authorization": f"Bearer {sent}"}
 
         async def ask() -> httpx2.Response:
@@ -122,7 +121,7 @@ def test_the_token_is_demanded(post: Callable[..., httpx2.Response], sent: str |
 
 
 def test_without_the_token_nothing_is_told_and_no_body_is_read(config: Path) -> None:  # noqa: F811 - a fixture
-    app: Any = serve.application(describe(config, "/m"), Path("/m"), "secret")
+    app: Any = serve.application(describe(config, Path("/m"), {}), Path("/m"), "secret")
     read = list[int]()
 
     async def endless() -> AsyncIterator[bytes]:

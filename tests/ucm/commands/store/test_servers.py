@@ -135,5 +135,5 @@ def test_bench_measures_a_server_and_leaves_nothing(ask: Callable[..., Answer], 
     answer = ask("bench", "--json", "--config", held.file, "--blocks", 2, "--block", "64KiB", "--rounds", 2)
     assert answer.code == 0, answer.err
     assert {"save", "load hot", "write", "read hot"} <= answer.data["seconds"].keys()
-    assert answer.data["shares"].keys() == {"staged", "save", "load hot"}
+    assert answer.data["shares"].keys() == {"save", "load hot"}
     assert ask("verify", "--json", "--config", held.file).data["blocks"] == 7
