@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.store.posix.paths import NewFile
 
 UNIT = 4096  #: what a file takes in the tally
 
@@ -358,13 +357,13 @@ def test_a_slower_writer_of_a_block_does_not_end_its_lease(
     if not at_once:
         monkeypatch.setattr(paths, "_renameat2", lambda: None)
 
-    def overtaken(self: Directory, file: NewFile, path: str) -> None:
+    def overtaken(self: Directory, private: str, path: str) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Directory, "publish", publish)
             save(other, keys)
             with closing(open_tier(patient, "Posix", NAMESPACE)) as tier:
                 assert tier.lease({keys[0]: 0}, until, pinned=True).leased == 1
-        publish(self, file, path)
+        publish(self, private, path)
 
     with (
         open_store(patient, NAMESPACE, SMALL, clock=clock) as other,
