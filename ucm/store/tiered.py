@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: Called for every layer slice, and several times as fast as an expression in Python.
 _NBYTES, _CONTIGUOUS, _READONLY = map(attrgetter, ("nbytes", "c_contiguous", "readonly"))
-#: How many blocks behind the first gap of a prefix are looked up first; then twice as many, and so on.
-_FIRST_WAVE = 8
+#: How many times as many blocks of a prefix are looked up as before; see ``Tier.first_wave``.
+_GROWTH, _SLOW_GROWTH = 16, 4
 
 
 def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
@@ -93,23 +93,18 @@ class TieredStore(KVStore):
         return _lookup(self._guards, keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Count blocks without a gap; after a gap, continue in the next tier.
+        """Count blocks without a gap, which may lie in several tiers.
 
-        Several tiers may each hold parts of the rest. It is asked for in growing parts: in some tiers each block costs
-        a request, and in others each call costs a round trip.
+        They are asked for in growing parts: in some tiers each block costs a request, and in others each call costs a
+        round trip. With several tiers the parts grow more slowly, as one may lack most of a part that another has.
         """
         self._check_open()
-        hits = last = 0
-        for number, tier in enumerate(self._guards):
-            if found := tier.prefix(keys[hits:]):
-                hits, last = hits + found, number
-        tiers, wave = self._guards[:last], 1  # the tiers that were not yet asked for the next block
+        hits, wave = 0, min(tier.first_wave for tier in self._tiers)
         while hits < len(keys):
-            there = _lookup(tiers, keys[hits : hits + wave])
-            hits += there.index(False) if False in there else len(there)
+            there = _lookup(self._guards, keys[hits : hits + wave])
             if False in there:
-                break
-            tiers, wave = self._guards, max(_FIRST_WAVE, 2 * wave)
+                return hits + there.index(False)
+            hits, wave = hits + len(there), wave * (_GROWTH if len(self._tiers) == 1 else _SLOW_GROWTH)
         return hits
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
