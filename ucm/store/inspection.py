@@ -37,10 +37,9 @@ from ucm.store.posix.layout import (
     key_of,
     namespaces,
 )
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import list_directory, read_file
 from ucm.store.posix.scan import StoredFile, side_files, stale_files
-from ucm.store.tier import used_until
+from ucm.store.tier import LeaseRules, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

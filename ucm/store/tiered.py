@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.store.base import BlockMissingError, KVStore, StoreError, TransferTask, too_far_behind
-from ucm.store.copying import CLOSE_SECONDS, Promoter, WriteBehind
-from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, known_codec
+from ucm.store.copying import CLOSE_SECONDS, WriteBehind
+from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, aligned_buffer, gather, known_codec
 from ucm.store.guard import Guard, unexpected
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class TieredStore(KVStore):
         self._queued_bytes = 0
         self._closed = False
         self._guards = tuple(Guard(tier, config, clock=clock) for tier in self._tiers)
-        self._promoter = Promoter(self._guards[0], codec, config.write_behind_bytes)
+        #: Blocks that are being copied into the first tier, and the most of them.
+        self._promoting: set[BlockKey] = set()
+        self._most_promoting = 0 if codec is None else config.write_behind_bytes // codec.file_nbytes
         self._behind = tuple(
             tuple(
                 WriteBehind(
@@ -175,7 +177,6 @@ class TieredStore(KVStore):
             if self._closed:
                 return
             self._closed = True
-        self._promoter.close()
         self._guards[0].finish_saves()
         until = self._clock.monotonic() + CLOSE_SECONDS
         for lanes in self._behind:
@@ -212,7 +213,7 @@ class TieredStore(KVStore):
                     left.append((block, outcome))
                     continue
                 if number:
-                    self._promoter.keep(block)
+                    self._promote(block)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.renew({block.key: block.depth})
@@ -236,6 +237,37 @@ class TieredStore(KVStore):
                 task.failed(block.key, error)
         if failed and not last:
             self._load_from(number + 1, task, [block for block, _ in failed])
+
+    def _promote(self, block: BlockTransfer) -> None:
+        """Copy a block that a lower tier has just loaded as a whole into the first one, from a copy of its memory."""
+        codec, first = known_codec(self._codec), self._guards[0]
+        if block.nbytes < codec.geometry.nbytes:
+            return
+        with self._lock:
+            if block.key in self._promoting or len(self._promoting) >= self._most_promoting:
+                return
+            self._promoting.add(block.key)
+        forget = partial(self._promoting.discard, block.key)
+        try:
+            content = aligned_buffer(codec.file_nbytes)
+            gather(block.slices, content[codec.nbytes :])
+            first.save_later([(block.key, partial(self._write_copy, block.key, block.depth, content), forget)])
+        except StoreError as error:  # there is no memory
+            first.counters.failed("promote", error)
+            forget()
+        except ValueError:  # closed meanwhile
+            forget()
+
+    def _write_copy(self, key: BlockKey, depth: int, content: Buffer) -> None:
+        codec, first = known_codec(self._codec), self._guards[0]
+        try:
+            if not self._closed and not first.has(key):  # another engine may have been faster
+                content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
+                first.put(key, [content], codec.geometry.nbytes, depth)
+        except Exception as error:  # noqa: BLE001 - the thread goes on after any error
+            first.counters.failed("promote", unexpected(error))
+        finally:
+            self._promoting.discard(key)
 
     def _save(self, task: TransferTask, block: BlockTransfer) -> None:
         try:

@@ -21,10 +21,9 @@ from ucm.store.posix import paths, space
 from ucm.store.posix.directory import Directory
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import touch, unlink_if
 from ucm.store.posix.scan import evict, scan
-from ucm.store.tier import kept_until, used_until
+from ucm.store.tier import LeaseRules, kept_until, pinned_until, used_until
 from ucm.testing.blocks import Memory, content, in_order, key
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from ucm.store.posix.files import (
     write_from,
 )
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, owner_name, unlink_private
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
     NotAFileError,
     distrust,
@@ -38,6 +37,7 @@ from ucm.store.posix.paths import (
 )
 from ucm.store.posix.space import USAGE_FILE, Evictor, Usage
 from ucm.store.shares import Shares
+from ucm.store.tier import LeaseRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
