@@ -95,19 +95,13 @@ class TieredStore(KVStore):
         return _lookup(self._guards, keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Count blocks without a gap, which may lie in several tiers.
+        """Count blocks without a gap; what the first tier lacks is looked for in all of them.
 
-        They are asked for in growing parts: in some tiers each block costs a request, and in others each call costs a
-        round trip. With several tiers the parts grow more slowly, as one may lack most of a part that another has.
+        With several tiers the parts grow more slowly, as one may lack most of a part that another has.
         """
         self._check_open()
-        hits, wave = 0, min(tier.first_wave for tier in self._tiers)
-        while hits < len(keys):
-            there = _lookup(self._guards, keys[hits : hits + wave])
-            if False in there:
-                return hits + there.index(False)
-            hits, wave = hits + len(there), wave * (_GROWTH if len(self._tiers) == 1 else _SLOW_GROWTH)
-        return hits
+        hits = _lookup_on_prefix(self._guards[:1], keys, _GROWTH)
+        return hits if len(self._guards) == 1 else hits + _lookup_on_prefix(self._guards, keys[hits:], _SLOW_GROWTH)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks in batches on each tier's threads; blocks that one tier lacks go on to the next."""
@@ -331,9 +325,24 @@ class TieredStore(KVStore):
 
 
 def _lookup(tiers: Sequence[Guard], keys: Sequence[BlockKey]) -> list[bool]:
-    found = [False] * len(keys)
-    for tier in tiers:
+    found = tiers[0].contains(keys)
+    for tier in tiers[1:]:
         missing = [index for index, there in enumerate(found) if not there]
         for index, there in zip(missing, tier.contains([keys[index] for index in missing]), strict=True):
             found[index] = there
     return found
+
+
+def _lookup_on_prefix(tiers: Sequence[Guard], keys: Sequence[BlockKey], growth: int) -> int:
+    """Count blocks without a gap.
+
+    They are asked for in growing parts: in some tiers each block costs a request, and in others each call costs a round
+    trip.
+    """
+    hits, wave = 0, min(guard.tier.first_wave for guard in tiers)
+    while hits < len(keys):
+        there = _lookup(tiers, keys[hits : hits + wave])
+        if False in there:
+            return hits + there.index(False)
+        hits, wave = hits + len(there), wave * growth
+    return hits
