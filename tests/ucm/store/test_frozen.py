@@ -300,7 +300,7 @@ def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
         assert store.flush(REST)
         empty(both)
         with monkeypatch.context() as patched:
-            patched.setattr(copying, "aligned_buffer", lambda nbytes: aligned_buffer(nbytes << 40))
+            patched.setattr(tiered, "aligned_buffer", lambda nbytes: aligned_buffer(nbytes << 40))
             task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
             assert set(within(clock, REST, task).done) == set(KEYS)
         assert store.stats()["posix"].failures == {"promote.other": len(KEYS)}
