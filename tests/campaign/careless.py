@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.store.base import BlockMissingError
 from ucm.store.format import known_codec
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import FILE_MODE, make_directory
 from ucm.store.posix.tier import PosixTier
+from ucm.store.tier import LeaseRules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -102,7 +102,7 @@ def _one_disk(rng: random.Random, posix: Path, dram: Path) -> Figures:
     # A capacity beyond the disk's makes the store delete old blocks when the disk is full; without one it never does.
     capacity = rng.choice((None, 64 * _MIB))
     stage = Stage(rng, posix, dram)
-    scene = stage.scene(_BLOCKS, posix_capacity_bytes=capacity, direct_io=False)
+    scene = stage.scene(_BLOCKS, posix_capacity_bytes=capacity)
     figures = Figures(trials=1)
     child = Child(_fill_up, scene, rng.getrandbits(32))
     if child.await_word("full"):

@@ -15,9 +15,8 @@ from tests.campaign.scene import NAMESPACE, Scene, Stage, below, inspect, reopen
 from ucm.store.factory import open_store, open_tier
 from ucm.store.inspection import stored_blocks
 from ucm.store.posix.layout import IDENTITY, MARKER
-from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.space import USAGE_FILE
-from ucm.store.tier import DEEPEST, kept_until, used_until
+from ucm.store.tier import DEEPEST, LeaseRules, kept_until, pinned_until, used_until
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter

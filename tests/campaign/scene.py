@@ -110,7 +110,6 @@ class Stage:
             "pipeline": rng.choice(("Posix", "Cache|Posix")) if self.shared else "Posix",
             "dram_directory": str(self.shared / name) if self.shared else "",
             "fsync": rng.random() < _SELDOM,
-            "direct_io": rng.random() < _SELDOM,
             "save_threads": rng.randrange(1, 4),
             "load_threads": rng.randrange(1, 4),
             "save_nice": 0,

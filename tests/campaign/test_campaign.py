@@ -54,7 +54,7 @@ def test_a_store_without_checksums_is_found_out() -> None:
 def test_a_store_that_does_not_keep_its_leases_or_its_capacity_is_found_out(tier: str, count: str) -> None:
     with folders() as (disk, _):
         rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
-        figures = leases.run(12, Stage(rng, disk, None, options={"pipeline": f"{careless.__name__}:{tier}"}))
+        figures = leases.run(24, Stage(rng, disk, None, options={"pipeline": f"{careless.__name__}:{tier}"}))
     assert getattr(figures, count)
 
 

@@ -53,7 +53,6 @@ ONLY_WITH = {
     "posix_capacity": POSIX,
     "trusted_group": POSIX | DRAM,
     "fsync": POSIX,
-    "direct_io": POSIX,
     "share_seconds": POSIX,
     "dram_directory": DRAM,
     "dram_capacity": DRAM,

@@ -72,7 +72,6 @@ RENAMED: dict[str, tuple[str, Callable[[object], object]]] = {
 #: The same for ``ucm_connector_config``.
 STORE_RENAMED: dict[str, tuple[str, Callable[[object], object]]] = {
     "cache_buffer_capacity_gb": ("dram_capacity", _gib),
-    "io_direct": ("direct_io", _same),
     "posix_capacity_gb": ("posix_capacity", _gib),
     "storage_backends": ("directories", _directories),
     f"{HEALTH}.failure_threshold": ("failures_until_rest", _same),
@@ -107,7 +106,7 @@ STORE_WITHOUT_EFFECT = {
         "it belongs to the pooled DRAM store"
     ),
     "posix_gc_.*": "when a capacity is set, the blocks unused for longest go as soon as it is reached",
-    "posix_io_engine": "there is one way to read and write; store.direct_io bypasses the page cache",
+    "posix_io_engine|io_direct": "there is one way to read and write, through the page cache",
     "shard_data_dir": "blocks always lie in subdirectories",
     "share_buffer_(capacity_gb|enable)": "all ranks of a host share the Dram tier",
     "stream_number|posix_.*_concurrency": "store.load_threads and store.save_threads say how many threads there are",

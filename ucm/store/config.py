@@ -95,7 +95,6 @@ class StoreConfig:
             medium, but has no key, cannot forge them. None: checksums alone, which protect against accidents.
         fsync: Whether a block is synced to the disk before it becomes visible. Without it, a block truncated by a power
             loss fails its checksum and is a miss. Never done in the Dram tier.
-        direct_io: Whether the Posix tier bypasses the page cache, where the file system supports it.
         load_threads: The number of threads that read.
         save_threads: The number of threads that write.
         save_nice: The nice value of the threads that write, 0 (normal priority) to 19.
@@ -129,7 +128,6 @@ class StoreConfig:
     trusted_group: str | int | None = None
     authentication_key_file: str | None = None
     fsync: bool = False
-    direct_io: bool = False
     load_threads: Annotated[int, Threads] = 4
     save_threads: Annotated[int, Threads] = 2
     save_nice: Annotated[int, Within(least=0, most=19)] = 19

@@ -1,25 +1,20 @@
-"""Copy blocks between tiers in the background: into the first one when they are used, into lower ones after a save."""
+"""Copy blocks into lower tiers in the background, after a save."""
 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
-from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
-from ucm.store.format import aligned_buffer, gather, known_codec
-from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.clock import Clock, Thread
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.base import BlockKey
     from ucm.store.format import HeaderCodec
     from ucm.store.guard import Guard
 
@@ -32,64 +27,6 @@ _TRIES = 5
 _LOOK_SECONDS = 0.1
 #: How many seconds ``close`` of a store goes on writing.
 CLOSE_SECONDS = 10.0
-
-
-class Promoter:
-    """Copies blocks that were just loaded as a whole into the first tier, from the memory that they were loaded into.
-
-    Args:
-        first: The first tier.
-        codec: The codec of stored blocks; None in a store that does not load.
-        limit: Bytes of loaded blocks that may wait to be written; further blocks are not copied.
-    """
-
-    def __init__(self, first: Guard, codec: HeaderCodec | None, limit: int) -> None:
-        self._first = first
-        self._codec = codec
-        self._limit = limit
-        self._lock = Lock()
-        self._waiting: set[BlockKey] = set()
-        self._closed = False
-
-    def keep(self, block: BlockTransfer) -> None:
-        """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
-        codec = known_codec(self._codec)
-        if block.nbytes < codec.geometry.nbytes:
-            return
-        with self._lock:
-            most = self._limit // codec.file_nbytes
-            if self._closed or block.key in self._waiting or len(self._waiting) >= most:
-                return
-            self._waiting.add(block.key)
-        try:
-            content = aligned_buffer(codec.file_nbytes)
-        except StoreError as error:
-            self._first.counters.failed("promote", error)
-            self._forget(block.key)
-            return
-        gather(block.slices, content[codec.nbytes :])
-        with suppress(ValueError):  # closed meanwhile
-            write = partial(self._write, codec, block.key, block.depth, content)
-            self._first.save_later([(block.key, write, partial(self._forget, block.key))])
-
-    def close(self) -> None:
-        """Skip queued copies."""
-        with self._lock:
-            self._closed = True
-
-    def _write(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
-        try:
-            if not self._closed and not self._first.has(key):  # another engine may have been faster
-                content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
-                self._first.put(key, [content], codec.geometry.nbytes, depth)
-        except Exception as error:  # noqa: BLE001 - otherwise the block would count as being copied for ever
-            self._first.counters.failed("promote", unexpected(error))
-        finally:
-            self._forget(key)
-
-    def _forget(self, key: BlockKey) -> None:
-        with self._lock:
-            self._waiting.discard(key)
 
 
 class _Waiting(NamedTuple):

@@ -114,17 +114,12 @@ class Guard:
         """Return whether each block exists; none does in a tier that does not answer."""
         found: list[bool] = []
         if keys and self.allows():
-            found = self._look_up(lambda: self.tier.contains(keys, self._deadline(self.tier.timeout)), found)
+            try:
+                found = self._timed("lookup", lambda: self.tier.contains(keys, self._deadline(self.tier.timeout)))
+            except StoreError as error:
+                self.counters.failed("lookup", error)
         self.counters.looked_up(len(keys), [key for key, there in zip(keys, found, strict=False) if there])
         return found or [False] * len(keys)
-
-    def prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many of the first blocks exist without a gap; 0 for a tier that does not answer."""
-        hits = 0
-        if keys and self.allows():
-            hits = self._look_up(lambda: self.tier.prefix(keys, self._deadline(self.tier.timeout)), hits)
-        self.counters.looked_up(min(hits + 1, len(keys)), keys[:hits])
-        return hits
 
     def read_many(self, blocks: Sequence[BlockTransfer]) -> list[Outcome]:
         """Load layer slices into memory and return an outcome for each block."""
@@ -204,14 +199,6 @@ class Guard:
 
     def _deadline(self, seconds: float) -> float:
         return self._clock.monotonic() + seconds
-
-    def _look_up(self, call: Callable[[], T], nothing: T) -> T:
-        """Run a lookup; count its failure, and return that nothing was found."""
-        try:
-            return self._timed("lookup", call)
-        except StoreError as error:
-            self.counters.failed("lookup", error)
-            return nothing
 
     def _timed(self, operation: str, call: Callable[[], T]) -> T:
         """Run an operation so that it raises only StoreError, time it, and report its outcome to the breaker."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ucm.errors import ConfigError
 from ucm.salts import tag_digits
 from ucm.store.base import (
-    BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
     BlockUnreadableError,
@@ -38,10 +37,9 @@ from ucm.store.posix.layout import (
     key_of,
     namespaces,
 )
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import list_directory, read_file
 from ucm.store.posix.scan import StoredFile, side_files, stale_files
-from ucm.store.tier import used_until
+from ucm.store.tier import LeaseRules, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,19 +84,14 @@ def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = 
     for layout in namespaces(root):
         if namespace is not None and layout.namespace != namespace:
             continue
-        yield from () if in_memory else blocks_in_files(layout)
+        for bucket in () if in_memory else buckets(layout):
+            for name, status in list_directory(bucket):
+                key = key_of(bucket, name)
+                if key is not None:
+                    yield StoredBlock(layout, key, status.st_size, status.st_mtime_ns)
         for segment in segments(layout):
             for key, number in segment.blocks():
                 yield StoredBlock(layout, key, segment.slot_nbytes, segment.age()[0], (segment.path, number))
-
-
-def blocks_in_files(layout: Layout) -> Iterator[StoredBlock]:
-    """Yield every block of a namespace that is a file; like ``stored_blocks``."""
-    for bucket in buckets(layout):
-        for name, status in list_directory(bucket):
-            key = key_of(bucket, name)
-            if key is not None:
-                yield StoredBlock(layout, key, status.st_size, status.st_mtime_ns)
 
 
 def check_block(
@@ -128,19 +121,6 @@ def check_block(
     if header.tags:
         authentic()
     return None
-
-
-def block_body(block: StoredBlock) -> bytes | None:
-    """Return the layer slices of a block in a file, decompressed and verified, back to back; None if it is unusable.
-
-    Raises:
-        BlockCompressedError: This process cannot decompress it.
-    """
-    try:
-        header, content = check_file(block.path, block.key)
-        return content[header.nbytes :].tobytes()
-    except (OSError, BlockCorruptError, BlockForeignError):
-        return None
 
 
 def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:

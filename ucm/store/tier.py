@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 #: Failures that concern the medium rather than one block, and how many different reasons are logged at most.
 _OF_THE_MEDIUM = (StoreFullError, StoreUnavailableError)
 _MOST_REASONS = 8
-_GROWTH = 16
 #: The outcome of reading a block: an error, or whether its time of last use was old. If it was, the lower tiers renew
 #: theirs as well, so that they do not evict blocks that are always read from a higher tier.
 Outcome: TypeAlias = "StoreError | bool"
@@ -241,7 +240,7 @@ class Tier(ABC):
     authenticates: ClassVar[bool] = False
     #: Whether it keeps leases, see ``retain`` and ``lease``.
     leases: ClassVar[bool] = False
-    #: How many blocks of a prefix to look up first, then ``_GROWTH`` times as many, and so on: few where each costs a
+    #: How many blocks of a prefix to look up first, then several times as many, and so on: few where each costs a
     #: request, and a prompt may have none.
     first_wave: ClassVar[int] = sys.maxsize
     #: The number of parts that can get stuck independently; each has its own threads.
@@ -276,22 +275,6 @@ class Tier(ABC):
     @abstractmethod
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         """Return whether each block exists, using one round trip for all."""
-
-    def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
-        """Return how many of the first blocks exist without a gap."""
-        hits, wave = 0, self.first_wave
-        while hits < len(keys):
-            try:
-                found = self.contains(keys[hits : hits + wave], deadline)
-            except StoreError as error:
-                if not hits:
-                    raise
-                self.counters.failed("lookup", error)  # it answers, only not in time for all
-                break
-            if False in found:
-                return hits + found.index(False)
-            hits, wave = hits + len(found), _GROWTH * wave
-        return hits
 
     @abstractmethod
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
@@ -407,9 +390,23 @@ class ValueTier(Tier):
             StoreError: The block could not be deleted.
         """
 
+    def fetch_many(self, keys: Sequence[BlockKey], deadline: float) -> list[Buffer | StoreError]:
+        """Return the values of blocks, or why one is not returned; by default one after the other."""
+        found: list[Buffer | StoreError] = []
+        for key in keys:
+            try:
+                found.append(self.fetch(key, deadline))
+            except StoreError as error:
+                found.append(error)
+        return found
+
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """Load one value after the other, with a copy of each."""
-        return [self._read(block, deadline) for block in blocks]
+        """Load values, with a copy of each."""
+        values = self.fetch_many([block.key for block in blocks], deadline)
+        return [
+            self.outcome(block.key, value if isinstance(value, StoreError) else self._deliver(block, value), deadline)
+            for block, value in zip(blocks, values, strict=True)
+        ]
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the value, decompressed, verified by its own header."""
@@ -425,6 +422,12 @@ class ValueTier(Tier):
             self.remove(key, self.clock.monotonic() + self.timeout)
         return there.count(True)
 
+    def outcome(self, key: BlockKey, refusal: StoreError | None, deadline: float) -> Outcome:
+        """Return the outcome of a block, given what is wrong with it; delete an unusable one."""
+        if isinstance(refusal, BlockCorruptError | BlockForeignError):
+            return self.damaged(key, refusal, deadline)
+        return refusal or False
+
     def damaged(self, key: BlockKey, error: StoreError, deadline: float) -> StoreError:
         """Delete an unusable block and return the error."""
         error.where = f"{self.name}: {key.hex()}"
@@ -435,26 +438,15 @@ class ValueTier(Tier):
             self.counters.failed("remove", failure)
         return error
 
-    def _read(self, block: BlockTransfer, deadline: float) -> Outcome:
-        try:
-            refusal = self._deliver(block, self.fetch(block.key, deadline))
-        except StoreError as error:
-            return error
-        return False if refusal is None else self.damaged(block.key, refusal, deadline)
-
     def _deliver(self, block: BlockTransfer, stored: Buffer) -> StoreError | None:
-        """Verify a value and copy some of its layer slices into memory; return what is wrong with it, or None.
-
-        Raises:
-            BlockCompressedError: This process cannot decompress it.
-        """
+        """Verify a value and copy some of its layer slices into memory; return what is wrong with it, or None."""
         codec = known_codec(self.codec)
-        header = codec.unpack(stored, block.first_slice, block.slices)
-        if header is not None and codec.is_sound(header, block.key, block.first_slice, block.slices):
-            return None
         try:
+            header = codec.unpack(stored, block.first_slice, block.slices)
+            if header is not None and codec.is_sound(header, block.key, block.first_slice, block.slices):
+                return None
             scatter(self._plain(block.key, stored)[codec.offsets[block.first_slice] :], block.slices)
-        except (BlockCorruptError, BlockForeignError) as error:
+        except StoreError as error:
             return error
         return None
 
@@ -463,6 +455,14 @@ class ValueTier(Tier):
         geometry = self.codec.geometry if self.codec is not None else None
         return verify(stored, key, self.authenticator, namespace=self.namespace, geometry=geometry)[1]
 
+
+# The time of last use of a block is the moment until which it is worth keeping, so that leases need no record and
+# survive every process: for a block in use soon after the current span of seconds, for a retained or pinned one the end
+# of its lease. The evictor goes by the time, so a retained block goes after all that have none, and leases end by
+# themselves. A pinned block's time has 500 in its last three digits, in nanoseconds; every other time that is set is a
+# multiple of 1000. The evictor does not take it before its end. File systems with whole seconds drop the mark: there, a
+# pinned block is only retained. Two leases on one block become one with the later end, pinned if one of them is and has
+# not ended.
 
 #: Nanoseconds between the times of last use of blocks that are used in the same span, and end a token apart.
 _APART = 1_000
@@ -504,3 +504,45 @@ def lease_end(until: float, now: float, config: StoreConfig) -> float:
     if not config.lease_seconds or not until > now:
         return 0.0
     return min(until, used_until(now, config.touch_seconds, DEEPEST) / 1e9 + config.lease_seconds)
+
+
+#: What a pinned block's time of last use is modulo 1000.
+_MARK = 500
+#: How far a time may be ahead besides a lease, in seconds: the longest span, and what hosts' clocks may differ by.
+_SLACK = 90_000.0
+
+
+def pinned_until(stamp: int) -> int:
+    """Return a time in nanoseconds with the mark of a pinned block."""
+    return stamp // 1000 * 1000 + _MARK
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRules:
+    """What a time of last use means; all times are in nanoseconds since the epoch.
+
+    Args:
+        longest_ns: The longest time by which a file's time may be ahead. Times beyond it were set by a wrong clock.
+    """
+
+    longest_ns: int
+
+    @classmethod
+    def of(cls, config: StoreConfig) -> LeaseRules:
+        """Return the rules of a store."""
+        return cls(int((config.lease_seconds + _SLACK) * 1e9))
+
+    def rank(self, stamp: int, now: int) -> int:
+        """Return what orders blocks for eviction, smallest first; one with a wrong time would else stay for ever."""
+        return stamp if stamp <= now + self.longest_ns else 0
+
+    def is_pinned(self, stamp: int, now: int) -> bool:
+        """Return whether a block is pinned now."""
+        return stamp % 1000 == _MARK and now < stamp <= now + self.longest_ns
+
+    def joined(self, old: int, new: int, now: int) -> int:
+        """Return the time of a block that has one and is given another; never earlier, unless the old one is wrong."""
+        if old > now + self.longest_ns:
+            return new
+        latest = max(old, new)
+        return pinned_until(latest) if self.is_pinned(old, now) or self.is_pinned(new, now) else latest

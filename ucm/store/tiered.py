@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.store.base import BlockMissingError, KVStore, StoreError, TransferTask, too_far_behind
-from ucm.store.copying import CLOSE_SECONDS, Promoter, WriteBehind
-from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, known_codec
+from ucm.store.copying import CLOSE_SECONDS, WriteBehind
+from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, aligned_buffer, gather, known_codec
 from ucm.store.guard import Guard, unexpected
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: Called for every layer slice, and several times as fast as an expression in Python.
 _NBYTES, _CONTIGUOUS, _READONLY = map(attrgetter, ("nbytes", "c_contiguous", "readonly"))
-#: How many blocks behind the first gap of a prefix are looked up first; then twice as many, and so on.
-_FIRST_WAVE = 8
+#: How many times as many blocks of a prefix are looked up as before; see ``Tier.first_wave``.
+_GROWTH, _SLOW_GROWTH = 16, 4
 
 
 def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
@@ -70,7 +70,9 @@ class TieredStore(KVStore):
         self._queued_bytes = 0
         self._closed = False
         self._guards = tuple(Guard(tier, config, clock=clock) for tier in self._tiers)
-        self._promoter = Promoter(self._guards[0], codec, config.write_behind_bytes)
+        #: Blocks that are being copied into the first tier, and the most of them.
+        self._promoting: set[BlockKey] = set()
+        self._most_promoting = 0 if codec is None else config.write_behind_bytes // codec.file_nbytes
         self._behind = tuple(
             tuple(
                 WriteBehind(
@@ -93,24 +95,13 @@ class TieredStore(KVStore):
         return _lookup(self._guards, keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Count blocks without a gap; after a gap, continue in the next tier.
+        """Count blocks without a gap; what the first tier lacks is looked for in all of them.
 
-        Several tiers may each hold parts of the rest. It is asked for in growing parts: in some tiers each block costs
-        a request, and in others each call costs a round trip.
+        With several tiers the parts grow more slowly, as one may lack most of a part that another has.
         """
         self._check_open()
-        hits = last = 0
-        for number, tier in enumerate(self._guards):
-            if found := tier.prefix(keys[hits:]):
-                hits, last = hits + found, number
-        tiers, wave = self._guards[:last], 1  # the tiers that were not yet asked for the next block
-        while hits < len(keys):
-            there = _lookup(tiers, keys[hits : hits + wave])
-            hits += there.index(False) if False in there else len(there)
-            if False in there:
-                break
-            tiers, wave = self._guards, max(_FIRST_WAVE, 2 * wave)
-        return hits
+        hits = _lookup_on_prefix(self._guards[:1], keys, _GROWTH)
+        return hits if len(self._guards) == 1 else hits + _lookup_on_prefix(self._guards, keys[hits:], _SLOW_GROWTH)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks in batches on each tier's threads; blocks that one tier lacks go on to the next."""
@@ -180,7 +171,6 @@ class TieredStore(KVStore):
             if self._closed:
                 return
             self._closed = True
-        self._promoter.close()
         self._guards[0].finish_saves()
         until = self._clock.monotonic() + CLOSE_SECONDS
         for lanes in self._behind:
@@ -217,7 +207,7 @@ class TieredStore(KVStore):
                     left.append((block, outcome))
                     continue
                 if number:
-                    self._promoter.keep(block)
+                    self._promote(block)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.renew({block.key: block.depth})
@@ -241,6 +231,37 @@ class TieredStore(KVStore):
                 task.failed(block.key, error)
         if failed and not last:
             self._load_from(number + 1, task, [block for block, _ in failed])
+
+    def _promote(self, block: BlockTransfer) -> None:
+        """Copy a block that a lower tier has just loaded as a whole into the first one, from a copy of its memory."""
+        codec, first = known_codec(self._codec), self._guards[0]
+        if block.nbytes < codec.geometry.nbytes:
+            return
+        with self._lock:
+            if block.key in self._promoting or len(self._promoting) >= self._most_promoting:
+                return
+            self._promoting.add(block.key)
+        forget = partial(self._promoting.discard, block.key)
+        try:
+            content = aligned_buffer(codec.file_nbytes)
+            gather(block.slices, content[codec.nbytes :])
+            first.save_later([(block.key, partial(self._write_copy, block.key, block.depth, content), forget)])
+        except StoreError as error:  # there is no memory
+            first.counters.failed("promote", error)
+            forget()
+        except ValueError:  # closed meanwhile
+            forget()
+
+    def _write_copy(self, key: BlockKey, depth: int, content: Buffer) -> None:
+        codec, first = known_codec(self._codec), self._guards[0]
+        try:
+            if not self._closed and not first.has(key):  # another engine may have been faster
+                content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
+                first.put(key, [content], codec.geometry.nbytes, depth)
+        except Exception as error:  # noqa: BLE001 - the thread goes on after any error
+            first.counters.failed("promote", unexpected(error))
+        finally:
+            self._promoting.discard(key)
 
     def _save(self, task: TransferTask, block: BlockTransfer) -> None:
         try:
@@ -304,9 +325,24 @@ class TieredStore(KVStore):
 
 
 def _lookup(tiers: Sequence[Guard], keys: Sequence[BlockKey]) -> list[bool]:
-    found = [False] * len(keys)
-    for tier in tiers:
+    found = tiers[0].contains(keys)
+    for tier in tiers[1:]:
         missing = [index for index, there in enumerate(found) if not there]
         for index, there in zip(missing, tier.contains([keys[index] for index in missing]), strict=True):
             found[index] = there
     return found
+
+
+def _lookup_on_prefix(tiers: Sequence[Guard], keys: Sequence[BlockKey], growth: int) -> int:
+    """Count blocks without a gap.
+
+    They are asked for in growing parts: in some tiers each block costs a request, and in others each call costs a round
+    trip.
+    """
+    hits, wave = 0, min(guard.tier.first_wave for guard in tiers)
+    while hits < len(keys):
+        there = _lookup(tiers, keys[hits : hits + wave])
+        if False in there:
+            return hits + there.index(False)
+        hits, wave = hits + len(there), wave * growth
+    return hits

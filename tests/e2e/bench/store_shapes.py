@@ -1,8 +1,8 @@
 """Transfers of blocks of several shapes, beside plain files and copies, and beside the file store of uc-manager.
 
 Checksums are included on our side; uc-manager has none. In each round, all do the same in turn. uc-manager's store
-runs in a process of its own; what it loads is compared there. It bypasses the page cache, so ours is also measured with
-``direct_io``, beside it in the same rounds. Nothing is deleted before the end; see `ucm.store.bench.bench`.
+runs in a process of its own; what it loads is compared there. It bypasses the page cache. Nothing is deleted before
+the end; see `ucm.store.bench.bench`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ucm.store.bench import Workload, beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 MIB = 1 << 20
@@ -95,12 +95,10 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
     with ExitStack() as stack:
         elsewhere = _peer(stack, root / f"{PEER} {shape}", work)
         files = measured(config, work, elsewhere, tidy=False)
-        direct = measured(replace(config, direct_io=True), work, elsewhere, tidy=False)
     with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
         in_memory = replace(config, pipeline="Dram", dram_directory=memory)
         copies = measured(in_memory, work)
     yield from _judge(f"files, {shape}", config, files, table)
-    yield from _beside_peer(f"files past the page cache, {shape}", direct, ("save", "load cold"), table)
     yield from _judge(f"memory, {shape}", in_memory, copies, table)
 
 
@@ -122,14 +120,6 @@ def _judge(what: str, config: StoreConfig, found: SideFigures, table: Table) -> 
         for other in filter(None, (plain, checked)):
             ratio = 1 / found.ratio(operation, other)[1]
             yield Figure(f"{what}: {operation}, seconds to {other}", ratio, "", 1 / share, detail)
-        yield from _to_peer(what, operation, found, detail)
-
-
-def _beside_peer(what: str, found: SideFigures, operations: Sequence[str], table: Table) -> Iterator[Figure]:
-    """Compare some operations with the peer's alone; plain files pass through the page cache."""
-    detail = {name: found.rate(name)[1] for name in found.seconds}
-    for operation in operations:
-        table.add_row(what, operation, *_rates(detail, operation, "", ""))
         yield from _to_peer(what, operation, found, detail)
 
 

@@ -37,7 +37,6 @@ OTHER: dict[str, Any] = {
     "trusted_group": 0,
     "authentication_key_file": "/etc/ucm/key",
     "fsync": True,
-    "direct_io": True,
     "load_threads": 7,
     "save_threads": 8,
     "save_nice": 9,

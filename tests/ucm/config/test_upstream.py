@@ -36,7 +36,6 @@ def test_a_pipeline(upstream: Path, tmp_path: Path) -> None:
         directories=(str(tmp_path / "kv" / "a"), str(tmp_path / "kv" / "b")),
         posix_capacity_bytes=512 * MIB,
         dram_capacity_bytes=32 * MIB,
-        direct_io=True,
         failures_until_rest=5,
         rest_seconds=12,
     )
@@ -217,7 +216,6 @@ def test_what_is_wrong_with_a_file_of_ucms(
         ("storage_backend", "/mnt", "'storage_backend' is not a setting"),
         ("storage_backends", 3, "not a list"),
         ("storage_backends", ["/mnt", 3], "not a text"),
-        ("io_direct", "true", "neither true nor false"),
         ("posix_capacity_gb", -1, "not a number of 0 or more"),
         ("posix_capacity_gb", "1TB", "not a number of 0 or more"),
         ("posix_capacity_gb", True, "not a number of 0 or more"),

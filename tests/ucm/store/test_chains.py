@@ -16,8 +16,9 @@ from tests.ucm.store.evicting import evict_unpinned
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
+from ucm.store.posix.directory import Directory
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import NewFile, touch
+from ucm.store.posix.paths import touch
 from ucm.store.posix.scan import scan
 from ucm.store.tier import DEEPEST, used_until
 from ucm.testing.blocks import Memory, content, in_order, key
@@ -189,15 +190,15 @@ def test_a_long_prompt_is_evicted_from_its_end_whenever_it_is_written(
 ) -> None:
     keys = chain(0, 3)
     layout = Layout(patient.directories[0], NAMESPACE)
-    move = NewFile.move
+    publish = Directory.publish
 
-    def move_now(self: NewFile, path: str) -> None:
+    def publish_now(self: Directory, private: str, path: str) -> None:
         """Give it the time of the clock, which the kernel does not go by."""
         now = int(clock.time() * 1e9)
-        os.utime(self._number, ns=(now, now))
-        move(self, path)
+        os.utime(private, ns=(now, now))
+        publish(self, private, path)
 
-    monkeypatch.setattr(NewFile, "move", move_now)
+    monkeypatch.setattr(Directory, "publish", publish_now)
     begin_span(clock, TOUCH)
     clock.advance(TOUCH - 0.1)  # the span is about to end
     with open_store(replace(patient, touch_seconds=touch_seconds), NAMESPACE, SMALL, clock=clock) as store:

@@ -37,10 +37,10 @@ class TestPosixSeveralDirectories(StoreConformance):
         return StoreConfig(directories=tuple(map(str, directories)), save_nice=0)
 
 
-class TestPosixDirectWithSync(StoreConformance):
+class TestPosixWithSync(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> StoreConfig:
-        return StoreConfig(directories=(str(tmp_path),), direct_io=True, fsync=True, save_nice=0)
+        return StoreConfig(directories=(str(tmp_path),), fsync=True, save_nice=0)
 
 
 class TestPosixWithCapacityAndOneThread(StoreConformance):
@@ -131,12 +131,10 @@ class TestCompressedPosix(StoreConformance):
         return StoreConfig(directories=(str(tmp_path),), tiers={"Posix": COMPRESSED}, save_nice=0)
 
 
-class TestCompressedPosixDirectWithSync(StoreConformance):
+class TestCompressedPosixWithSync(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> StoreConfig:
-        return StoreConfig(
-            directories=(str(tmp_path),), tiers={"Posix": COMPRESSED}, direct_io=True, fsync=True, save_nice=0
-        )
+        return StoreConfig(directories=(str(tmp_path),), tiers={"Posix": COMPRESSED}, fsync=True, save_nice=0)
 
 
 class TestCompressedRedis(StoreConformance):

@@ -35,8 +35,7 @@ from ucm.store.memory import dram
 from ucm.store.memory.dram import DramTier
 from ucm.store.memory.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
 from ucm.store.posix.layout import PRIVATE, Layout, owner_name
-from ucm.store.posix.leases import LeaseRules
-from ucm.store.tier import TierOptions, TierPlace
+from ucm.store.tier import LeaseRules, TierOptions, TierPlace
 from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, in_order, key, save
 
 if TYPE_CHECKING:

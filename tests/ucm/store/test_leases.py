@@ -21,10 +21,9 @@ from ucm.store.posix import paths, space
 from ucm.store.posix.directory import Directory
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.paths import touch, unlink_if
 from ucm.store.posix.scan import evict, scan
-from ucm.store.tier import kept_until, used_until
+from ucm.store.tier import LeaseRules, kept_until, pinned_until, used_until
 from ucm.testing.blocks import Memory, content, in_order, key
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.store.posix.paths import NewFile
 
 UNIT = 4096  #: what a file takes in the tally
 
@@ -358,13 +356,13 @@ def test_a_slower_writer_of_a_block_does_not_end_its_lease(
     if not at_once:
         monkeypatch.setattr(paths, "_renameat2", lambda: None)
 
-    def overtaken(self: Directory, file: NewFile, path: str) -> None:
+    def overtaken(self: Directory, private: str, path: str) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Directory, "publish", publish)
             save(other, keys)
             with closing(open_tier(patient, "Posix", NAMESPACE)) as tier:
                 assert tier.lease({keys[0]: 0}, until, pinned=True).leased == 1
-        publish(self, file, path)
+        publish(self, private, path)
 
     with (
         open_store(patient, NAMESPACE, SMALL, clock=clock) as other,

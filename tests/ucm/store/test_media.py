@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store.base import (
-    BlockCorruptError,
     BlockGeometry,
     BlockMissingError,
     StoreFullError,
@@ -25,16 +24,11 @@ from ucm.store.factory import open_store
 from ucm.store.posix import directory as posix_directory
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
-from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import list_directory
-from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from tests.clock import SimulatedClock
-    from ucm.store.base import BlockTransfer
-    from ucm.store.format import HeaderCodec
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
@@ -245,115 +239,6 @@ def test_short_transfers_are_continued(
     with open_store(config, NAMESPACE, ODD, clock=clock) as store:
         save(store, KEYS, ODD)
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-
-
-def test_direct_io_gives_way_where_it_is_refused(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str], clock: SimulatedClock
-) -> None:
-    plain, plain_in = posix_paths._open(), os.open
-
-    def refuse(path: str, flags: int, mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return plain(path, flags, mode)
-
-    def refuse_in(path: str, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
-        descriptor = plain_in(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
-        if flags & os.O_DIRECT:
-            os.close(descriptor)  # Linux makes the file before it looks at the flag
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return descriptor
-
-    monkeypatch.setattr(posix_paths, "_open", lambda: refuse)
-    monkeypatch.setattr(os, "open", refuse_in)
-    direct = replace(config, direct_io=True)
-    with (
-        open_store(direct, NAMESPACE, ODD, clock=clock) as store,
-        open_store(direct, NAMESPACE, ODD, clock=clock) as reader,
-    ):
-        save(store, KEYS, ODD)
-        assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-        assert not list_directory(Layout(config.directories[0], NAMESPACE).temporary)
-    assert len([line for line in said if "refuses direct I/O" in line]) == 2
-
-
-def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str], clock: SimulatedClock
-) -> None:
-    cut = os.ftruncate
-    refused: list[int] = []
-
-    def refuse_once(descriptor: int, nbytes: int) -> None:
-        if nbytes % posix_files.ALIGNMENT and not refused:
-            refused.append(nbytes)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        cut(descriptor, nbytes)
-
-    monkeypatch.setattr(os, "ftruncate", refuse_once)
-    direct = replace(config, direct_io=True)
-    with (
-        open_store(direct, NAMESPACE, ODD, clock=clock) as store,
-        open_store(config, NAMESPACE, ODD, clock=clock) as reader,
-    ):
-        assert save(store, KEYS, ODD).failed == {}
-        assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-    assert refused
-    assert any("refuses direct I/O" in line for line in said)
-
-
-def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
-) -> None:
-    read = posix_files.read_slices
-    with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
-        save(store, KEYS, ODD)
-        assert isinstance(store, TieredStore)
-        tier = store._tiers[0]
-        assert isinstance(tier, posix_tier.PosixTier)
-        [directory] = tier._directories
-
-        def refused(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> int:
-            if direct:
-                directory.direct_io = False  # by another thread
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return read(path, codec, block, direct=direct)
-
-        monkeypatch.setattr(posix_directory, "read_slices", refused)
-        assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-        assert not directory.reads.rests
-
-
-def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = os.urandom(5 * posix_files.ALIGNMENT + 100)
-    (tmp_path / "file").write_bytes(written)
-    preadv = os.preadv
-    lengths: list[int] = []
-
-    def some_read(descriptor: int, buffers: list[memoryview], offset: int, *rest: int) -> int:
-        assert offset % posix_files.ALIGNMENT == 0
-        lengths.append(len(buffers[0]))
-        return preadv(descriptor, [buffers[0][:6000]], offset, *rest)
-
-    monkeypatch.setattr(os, "preadv", some_read)
-    for more in (0, 1000):  # the second one requests more than exists
-        found = bytearray(len(written) + more)
-        with (tmp_path / "file").open("rb") as file:
-            assert posix_files.read_direct(file.fileno(), [found], 0, len(found)) == len(written)
-        assert found == written + bytes(more)
-    assert len(lengths) > 10
-
-
-def test_an_empty_file_is_no_reason_to_give_up_direct_io(
-    config: StoreConfig, said: list[str], clock: SimulatedClock
-) -> None:
-    with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
-        save(store, KEYS[:1], ODD)
-    path = Path(Layout(config.directories[0], NAMESPACE).block(KEYS[0]))
-    path.write_bytes(b"")
-    with open_store(replace(config, direct_io=True), NAMESPACE, ODD, clock=clock) as store:
-        assert isinstance(fetch(store, KEYS[:1], ODD)[1][KEYS[0]], BlockCorruptError)
-    assert not path.exists()
-    assert not any("refuses direct I/O" in line for line in said)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINTR, None])

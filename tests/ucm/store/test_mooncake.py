@@ -398,7 +398,6 @@ def test_a_node_that_is_killed_and_replaced(hurried: KVStore, mooncake: Mooncake
     [
         ({"address": "localhost"}, "host:port"),
         ({"address": "http://user:hunter2@localhost:50051"}, "host:port"),
-        ({"metrics_address": "localhost"}, "host:port"),
         ({"protocol": "smoke"}, "protocol"),
         ({"replicas": 0}, "replicas"),
         ({"password": "hunter2"}, "password"),

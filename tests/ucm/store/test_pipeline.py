@@ -141,10 +141,10 @@ def test_what_the_cache_lost_comes_from_files_and_returns(
 def test_what_another_engine_has_copied_meanwhile_is_not_written_again(store: KVStore, clock: SimulatedClock) -> None:
     assert isinstance(store, TieredStore)
     before = store.stats()["dram"].saved_blocks
-    store._promoter.keep(filled(KEYS[:1], EVEN)[0].transfer())
+    store._promote(filled(KEYS[:1], EVEN)[0].transfer())
     clock.advance(1.0)
     assert store.stats()["dram"].saved_blocks == before
-    assert not store._promoter._waiting
+    assert not store._promoting
 
 
 def test_a_prefix_across_the_tiers(store: KVStore, cached: Layout, kept: Layout) -> None:

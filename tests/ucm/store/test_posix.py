@@ -17,7 +17,7 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import directory as posix_directory
 from ucm.store.posix.directory import Directory
-from ucm.store.posix.paths import NewFile, file_system_of
+from ucm.store.posix.paths import file_system_of, publish
 from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
@@ -56,12 +56,14 @@ def test_the_type_of_a_file_system() -> None:
 def test_blocks_are_touched_on_ceph_alone(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    touched: list[NewFile] = []
+    touched: list[str] = []
 
-    def touch(self: NewFile) -> None:
-        touched.append(self)
+    def publish_late(source: str, target: str, *, touches: bool = False) -> None:
+        publish(source, target, touches=touches)
+        if touches:
+            touched.append(target)
 
-    monkeypatch.setattr(NewFile, "touch", touch)
+    monkeypatch.setattr(posix_directory, "publish", publish_late)
     for number, (system, expected) in enumerate([("ext4", 0), ("fuse.ceph-fuse", 1), ("ceph", 2)]):
         monkeypatch.setattr(posix_directory, "file_system_of", lambda path, system=system: system if path else "")
         with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
@@ -76,12 +78,11 @@ def test_two_writers_leave_one_whole_block(
 
     write = Directory._write
 
-    def late(self: Directory, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
-        file = write(self, pieces, nbytes, direct)
+    def late(self: Directory, path: str, pieces: Sequence[Buffer | bytearray], nbytes: int) -> None:
+        write(self, path, pieces, nbytes)
         if not written.is_set():
             written.set()
             goes_on.wait()
-        return file
 
     monkeypatch.setattr(Directory, "_write", late)
     with open_store(config, NAMESPACE, ODD, clock=clock) as one, open_store(config, NAMESPACE, ODD, clock=clock) as two:

@@ -37,13 +37,13 @@ class Storing(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.visible: dict[BlockKey, bytes] = {}
 
-    @initialize(direct=st.booleans(), several=st.booleans(), order=st.none() | st.integers(0, 99))
-    def open(self, direct: bool, several: bool, order: int | None) -> None:
+    @initialize(several=st.booleans(), order=st.none() | st.integers(0, 99))
+    def open(self, several: bool, order: int | None) -> None:
         self.clock = repeatable(order)
         roots = [Path(self.directory.name, name) for name in ("a", "b")[: 1 + several]]
         for root in roots:
             root.mkdir()
-        self.config = StoreConfig(directories=tuple(map(str, roots)), direct_io=direct)
+        self.config = StoreConfig(directories=tuple(map(str, roots)))
         self.stores = [open_store(self.config, "n", GEOMETRY, clock=self.clock) for _ in range(2)]
         # A block's directory depends on the directories' random paths. Two blocks of each keep a replay the same.
         lane = self.posix_tier(0).lane

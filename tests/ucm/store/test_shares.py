@@ -23,10 +23,10 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import scan as posix_scan
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules, pinned_until
 from ucm.store.posix.scan import evict, scan
 from ucm.store.posix.space import pins_beyond
 from ucm.store.shares import OTHERS, Shares, Turns
+from ucm.store.tier import LeaseRules, pinned_until
 from ucm.testing.blocks import in_order
 
 if TYPE_CHECKING:

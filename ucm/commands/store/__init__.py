@@ -38,8 +38,5 @@ are ``there`` and ``copied``; ``failed``, reasons by tier. ``demote``: ``tier``,
 ``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
 
 ``bench``: ``workload``, ``seconds`` (of each round, by operation), ``shares`` (of the plain operation ``of``, by
-operation); ``compression``, with ``sample`` (null: nothing was
-compressed) and ``tiers``, each with ``tier``, ``problem`` (why it was not measured, or null and the rest), ``ratio``,
-``compress`` and ``decompress`` (bytes per second of a core), ``seconds`` (of each round, by operation), ``gains`` (how
-many times as fast loading is with compression, best and median) and ``advice``.
+operation).
 """

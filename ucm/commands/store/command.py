@@ -164,12 +164,6 @@ def _add_bench(commands: Any) -> None:
         metavar="N",
         help="rounds; the best and the median are reported (default: 9)",
     )
-    parser.add_argument(
-        "--sample",
-        type=Path,
-        metavar="DIR",
-        help="compress blocks of this directory of a store (default: this store's own, or generated numbers)",
-    )
 
 
 def _add_serve(commands: Any) -> None:

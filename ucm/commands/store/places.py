@@ -17,7 +17,7 @@ from ucm.config.upstream import translate
 from ucm.errors import ConfigError, UcmError
 from ucm.sparse.factory import OFFLOADING
 from ucm.store.config import DRAM, POSIX, StoreConfig, pipeline_parts
-from ucm.store.factory import is_on_servers, open_tier
+from ucm.store.factory import back_end_class, is_on_servers, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.inspection import unmarked
 from ucm.store.memory.directory import check_apart
@@ -241,7 +241,11 @@ def offload_directories(file: Path) -> list[tuple[str, str]]:
 
 def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: bool, others: bool) -> Places:
     """Return the places of a store; ``others`` says whether the file names further directories."""
-    on_servers = tuple(name for name in pipeline_parts(settings.pipeline) if servers and is_on_servers(name))
+    on_servers = tuple(
+        name
+        for name in pipeline_parts(settings.pipeline)
+        if servers and is_on_servers(name) and back_end_class(name).lists
+    )
     if not settings.parts & (POSIX | DRAM) and not on_servers and not others:
         raise ConfigError(
             f"the store {settings.pipeline!r} has no directories that this command can read",

@@ -27,7 +27,6 @@ from ucm.store.memory.directory import prepare_dram
 from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, delete_blocks, directory_of, segment_nbytes
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, namespaces
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
     distrust,
     list_directory,
@@ -36,7 +35,7 @@ from ucm.store.posix.paths import (
     status_of,
 )
 from ucm.store.posix.scan import clean_up
-from ucm.store.tier import DEEPEST, Leased, Tier, kept_until, lease_end, used_until
+from ucm.store.tier import DEEPEST, Leased, LeaseRules, Tier, kept_until, lease_end, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

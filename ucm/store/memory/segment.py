@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, Buffer
     from ucm.store.format import BlockHeader
     from ucm.store.posix.layout import Layout
-    from ucm.store.posix.leases import LeaseRules
+    from ucm.store.tier import LeaseRules
 
 SEGMENTS = "segments"
 #: The file in a root that is locked by the process that makes or evicts segments.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
-from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, BlockUnreadableError, StoreError, StoreFullError
 from ucm.store.format import nbytes_of
 from ucm.store.health import Breaker, Pool
@@ -24,22 +23,21 @@ from ucm.store.posix.files import (
     claim_space,
     read_slices,
     store_error,
-    write_direct,
     write_from,
 )
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, owner_name, unlink_private
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
-    NewFile,
     NotAFileError,
     distrust,
     file_system_of,
     group_id,
     make_directory,
+    publish,
     shared_group,
 )
 from ucm.store.posix.space import USAGE_FILE, Evictor, Usage
 from ucm.store.shares import Shares
+from ucm.store.tier import LeaseRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +110,6 @@ class Directory:
         self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
         #: The bytes held, for all namespaces and all writers, as last read; None if unknown.
         self.used_bytes: int | None = None
-        self.direct_io = config.direct_io
         self._fsync = config.fsync
         self._claims_space = True
         stuck, failures, rest = config.stuck_seconds, config.failures_until_rest, config.rest_seconds
@@ -144,7 +141,7 @@ class Directory:
             StoreError: The directory rests or cannot be read.
         """
         path = self.layout.block(block.key)
-        return self._read(block.key, path, lambda direct: read_slices(path, codec, block, direct=direct))
+        return self._read(block.key, path, lambda: read_slices(path, codec, block))
 
     def read_file(self, key: BlockKey, geometry: BlockGeometry | None, authenticator: Authenticator | None) -> Buffer:
         """Return a whole block, decompressed, verified against its own header; raises like ``read``.
@@ -156,13 +153,13 @@ class Directory:
         """
         path, namespace = self.layout.block(key), self.layout.namespace
         check = partial(check_file, path, key, authenticator, namespace=namespace, geometry=geometry)
-        return self._read(key, path, lambda _: check())[1]
+        return self._read(key, path, check)[1]
 
-    def _read(self, key: BlockKey, path: str, call: Callable[[bool], T]) -> T:
+    def _read(self, key: BlockKey, path: str, call: Callable[[], T]) -> T:
         if not self.reads.allows():
             raise self.reads.refusal(self.layout.root)
         try:
-            found = self._directly(call)
+            found = call()
         except OSError as error:
             raise self._failure(key, path, error) from error
         except StoreError as error:
@@ -200,13 +197,13 @@ class Directory:
         """
         if not self.writes.allows():
             raise self.writes.refusal(self.layout.root)
-        where = self.layout.temporary
-        file, published = None, False
+        private = where = f"{self.layout.temporary}/{owner_name()}"
+        published = False
         try:
-            file = self._directly(partial(self._write, pieces, nbytes_of(pieces)))
+            self._write(private, pieces, nbytes_of(pieces))
             where = self.layout.block(key)
             with suppress(FileExistsError):
-                self.publish(file, where)
+                self.publish(private, where)
                 published = True
         except StoreFullError:  # the evictor is behind, which is no failure of the medium
             self.writes.succeeded()
@@ -218,39 +215,22 @@ class Directory:
                 self.evictor.full()
             raise failure from error
         finally:
-            if file is not None:
-                file.close(deletes=not published)
+            if not published:
+                unlink_private(private)
         self.writes.succeeded()
 
-    def _write(self, pieces: Sequence[Buffer | bytearray], nbytes: int, direct: bool) -> NewFile:
-        """Write a new file, if wanted past the page cache."""
-        flags = os.O_WRONLY | os.O_DIRECT if direct else os.O_WRONLY
-        path, descriptor = f"{self.layout.temporary}/{owner_name()}", -1
+    def _write(self, path: str, pieces: Sequence[Buffer | bytearray], nbytes: int) -> None:
+        """Write a new file."""
+        descriptor = self._new_file(path)
         try:
-            descriptor = self._with_directories(lambda: self.layout.new_file(path, flags))
-            file = NewFile(descriptor)
-        except OSError:
-            if descriptor >= 0:
-                os.close(descriptor)
-            unlink_private(path)  # also where the file system refuses O_DIRECT, Linux has made it
-            raise
-        try:
-            try:
-                self._with_directories(lambda: self.reserve(descriptor, nbytes))
-                if self._claims_space and nbytes >= CLAIM_FROM:
-                    self._claims_space = claim_space(descriptor, nbytes)
-                if direct:
-                    write_direct(descriptor, pieces, nbytes)
-                else:
-                    write_from(descriptor, pieces, 0, nbytes)
-                if self._fsync:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)  # where a network file system may report that it could not write
-        except BaseException:
-            file.close(deletes=True)
-            raise
-        return file
+            self.reserve(descriptor, nbytes)
+            if self._claims_space and nbytes >= CLAIM_FROM:
+                self._claims_space = claim_space(descriptor, nbytes)
+            write_from(descriptor, pieces, 0, nbytes)
+            if self._fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # where a network file system may report that it could not write
 
     def reserve(self, descriptor: int, nbytes: int) -> None:
         """Give an empty file its size and account for it; what is not written then counts until the next scan.
@@ -287,42 +267,34 @@ class Directory:
                 )
             self.clock.sleep(_RETRY_SECONDS)
 
-    def publish(self, file: NewFile, path: str) -> None:
+    def publish(self, private: str, path: str) -> None:
         """Rename a temporary file to its block's name.
-
-        If the namespace's directory was renamed meanwhile, the file goes where readers now look for it.
 
         Raises:
             FileExistsError: The block is there.
             OSError: The file cannot be renamed.
         """
+        try:
+            publish(private, path, touches=self._touches)
+        except FileNotFoundError:  # of the directory, or the file is gone, which the second attempt reports
+            make_directory(path.rpartition("/")[0], self.layout.group)
+            publish(private, path, touches=self._touches)
 
-        def move() -> None:
-            try:
-                file.move(path)
-            except FileNotFoundError:
-                make_directory(path.rpartition("/")[0], self.layout.group)
-                file.move(path)
-            if self._touches:
-                file.touch()
-
-        self._with_directories(move)
-
-    def _with_directories(self, call: Callable[[], T]) -> T:
-        """Call a function that needs the namespace's directories, and make missing ones.
+    def _new_file(self, path: str) -> int:
+        """Make a new file and return its descriptor; make the namespace's missing directories.
 
         This is repeated, because directories may be renamed or deleted at any moment, even while they are made.
 
         Raises:
-            OSError: The directories cannot be made, or the call raised it.
+            OSError: The file or the directories cannot be made.
         """
         for _ in range(_TRIES):
             try:
-                return call()
+                return self.layout.new_file(path)
             except FileNotFoundError:
-                with suppress(FileNotFoundError):  # the call then reports what is missing
+                with suppress(FileNotFoundError):  # making the file then reports what is missing
                     self._make()
-        return call()
+        return self.layout.new_file(path)
 
     def _make(self) -> None:
         """Make the namespace's missing directories.
@@ -336,25 +308,6 @@ class Directory:
         if self.writes.probing or self._parent_device == _device(self._parent):
             make_directory(self.layout.root)
         self.layout.make()
-
-    def _directly(self, call: Callable[[bool], T]) -> T:
-        """Call a function with whether to use direct I/O; where that is refused, again and from now on without.
-
-        Raises:
-            OSError: The call raised it.
-        """
-        direct = self.direct_io  # another thread may switch it off meanwhile
-        try:
-            return call(direct)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
-                raise
-            if self.direct_io:
-                self.direct_io = False
-                get_logger(__name__).warning(
-                    "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
-                )
-        return call(False)
 
 
 def _device(path: str) -> int:

@@ -1,4 +1,4 @@
-"""Read and write block files, through the page cache or past it, and quarantine unusable ones.
+"""Read and write block files, and quarantine unusable ones.
 
 A block is read with one call for its header and layer slices, then every checksum is compared. It is written to a
 temporary file and becomes visible by one atomic rename. An unusable block is moved to quarantine, so that it is a miss;
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import stat
-import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -34,9 +32,7 @@ from ucm.store.format import (
     beyond,
     check_place,
     decode,
-    gather,
     header_nbytes,
-    scatter,
     verify,
 )
 from ucm.store.posix.layout import is_quarantined
@@ -61,10 +57,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: The alignment that O_DIRECT needs for offsets, lengths and memory; enough for every common device.
-ALIGNMENT = 4096
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_local = threading.local()
 
 
 def store_error(error: OSError, where: str) -> StoreError:
@@ -106,38 +99,6 @@ def write_from(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: i
     done = os.pwritev(descriptor, buffers, offset) if len(buffers) <= MOST_BUFFERS else 0
     while done < nbytes:
         done += os.pwritev(descriptor, beyond(buffers, done), offset + done)
-
-
-def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> int:
-    """Fill buffers like ``read_into``, from a file opened with O_DIRECT."""
-    lead = offset % ALIGNMENT
-    bounce = _bounce(lead + nbytes)
-    begin = done = 0
-    while done < lead + nbytes:
-        step = os.preadv(descriptor, [bounce[begin:]], offset - lead + begin)
-        if begin + step <= done:  # the end of the file
-            break
-        done = begin + step
-        begin = done - done % ALIGNMENT  # after a short read, continue from an aligned offset
-    scatter(bounce[lead:], [memoryview(buffer) for buffer in buffers])
-    return max(0, min(done - lead, nbytes))
-
-
-def write_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], nbytes: int) -> None:
-    """Write a whole file that was opened with O_DIRECT."""
-    bounce = _bounce(nbytes)
-    gather(buffers, bounce)
-    write_from(descriptor, [bounce], 0, len(bounce))
-    os.ftruncate(descriptor, nbytes)
-
-
-def _bounce(nbytes: int) -> Buffer:
-    """Return this thread's aligned buffer, its size rounded up to the alignment."""
-    nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-    memory: mmap.mmap | None = getattr(_local, "memory", None)
-    if memory is None or len(memory) < nbytes:
-        memory = _local.memory = mmap.mmap(-1, max(ALIGNMENT, nbytes))
-    return memoryview(memory)[:nbytes]
 
 
 def read_header(path: str) -> BlockHeader:
@@ -190,14 +151,13 @@ def check_file(
         os.close(descriptor)
 
 
-def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> int:
+def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer) -> int:
     """Read layer slices of a block into memory, with one system call for a whole block, and verify them.
 
     Args:
         path: The block's file.
         codec: The codec of the expected header.
         block: The layer slices to read, and their memory.
-        direct: Whether to bypass the page cache.
 
     Returns:
         The file's time of last use, in nanoseconds since the epoch.
@@ -206,8 +166,7 @@ def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: 
         StoreError: The file is not the expected block, or damaged.
         OSError: The file cannot be read.
     """
-    descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
-    read = read_direct if direct else read_into
+    descriptor, status = open_file(path, os.O_RDONLY)
     nbytes, first, slices = status.st_size, block.first_slice, block.slices
     begin, wanted = codec.offsets[first], block.nbytes
     header: bytearray | None
@@ -215,14 +174,14 @@ def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: 
         if nbytes == codec.file_nbytes:
             header = stored = bytearray(codec.nbytes)
             if first == 0:
-                is_read = read(descriptor, [header, *slices], 0, begin + wanted) == begin + wanted
+                is_read = read_into(descriptor, [header, *slices], 0, begin + wanted) == begin + wanted
             else:
-                is_read = read(descriptor, [header], 0, codec.nbytes) == codec.nbytes
-                is_read = is_read and read(descriptor, slices, begin, wanted) == wanted
+                is_read = read_into(descriptor, [header], 0, codec.nbytes) == codec.nbytes
+                is_read = is_read and read_into(descriptor, slices, begin, wanted) == wanted
         else:  # compressed, or damaged
             nbytes = min(nbytes, codec.file_nbytes)
             content = aligned_buffer(nbytes)
-            is_read = read(descriptor, [content], 0, nbytes) == nbytes
+            is_read = read_into(descriptor, [content], 0, nbytes) == nbytes
             stored = bytearray(content[: codec.nbytes])
             header = codec.unpack(content, first, slices)
         if is_read and header is not None and codec.is_sound(header, block.key, first, slices):

@@ -48,53 +48,15 @@ class NotAFileError(OSError):
     """The path leads to something other than a regular file: a symbolic link, a directory, a FIFO, a device."""
 
 
-class NewFile:
-    """A file that no other process knows; it is found even if a directory above it is renamed.
-
-    Args:
-        descriptor: The file. Close it, to learn what could not be written; this keeps another descriptor of it.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._number = os.dup(descriptor)
-        self._link = f"/proc/self/fd/{self._number}"
-
-    def move(self, path: str) -> None:
-        """Move the file to another path.
-
-        Raises:
-            FileExistsError: There is one.
-            FileNotFoundError: There is no such directory, or it was renamed or deleted just now.
-            OSError: The file cannot be moved.
-        """
-        with _inside(path) as (into, name):
-            rename_new(os.readlink(self._link), name, _AT_FDCWD, into)  # noqa: PTH115 - a text
-            there = os.stat(path.rpartition("/")[0], follow_symlinks=False)  # noqa: PTH116 - a text
-            if not os.path.samestat(there, os.fstat(into)):
-                raise FileNotFoundError(errno.ENOENT, "its directory was renamed or deleted", path)
-
-    def touch(self) -> None:
-        """Set the file's time of last use to now, if it is still there."""
-        with suppress(OSError):
-            os.utime(self._number)
-
-    def close(self, *, deletes: bool) -> None:
-        """Forget the file, or delete it if possible; no other process does so while this one lives."""
-        if deletes:
-            with suppress(OSError):
-                unlink(os.readlink(self._link))  # noqa: PTH115 - a text
-        os.close(self._number)
-
-
 def rename_new(source: str, target: str, folder: int, new_folder: int) -> None:
     """Rename a file, unless there is one of the new name.
 
     Where the file system cannot do that in one step, as NFS and CephFS, another process may be faster in between.
 
     Args:
-        source: The file's name or path.
+        source: The file's name.
         target: Its new name.
-        folder: A descriptor of its directory; ignored for a path.
+        folder: A descriptor of its directory.
         new_folder: A descriptor of its new directory.
 
     Raises:
@@ -315,6 +277,25 @@ def rename(source: str, target: str) -> None:
     """
     with _inside(source) as (folder, name), _inside(target) as (into, new):
         os.rename(name, new, src_dir_fd=folder, dst_dir_fd=into)
+
+
+def publish(source: str, target: str, *, touches: bool = False) -> None:
+    """Rename a new file, unless there is one of the new name.
+
+    Args:
+        source: The file.
+        target: Its new path.
+        touches: Whether to set its time of last use to now.
+
+    Raises:
+        FileExistsError: There is one.
+        OSError: The file cannot be renamed.
+    """
+    with _inside(source) as (folder, name), _inside(target) as (into, new):
+        rename_new(name, new, folder, into)
+        if touches:
+            with suppress(OSError):  # it was deleted
+                os.utime(new, dir_fd=into, follow_symlinks=False)
 
 
 def make_directory(path: str, group: int | None = None) -> None:

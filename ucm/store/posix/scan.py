@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucm.clock import Clock
     from ucm.store.posix.layout import Layout
-    from ucm.store.posix.leases import LeaseRules
+    from ucm.store.tier import LeaseRules
 
 #: A sample of n blocks estimates their number with a relative error of 1/sqrt(n).
 SAMPLE_BLOCKS = 20_000

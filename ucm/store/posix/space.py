@@ -32,7 +32,6 @@ from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.salts import tag_name
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import (
     FILE_MODE,
     NO_LOCKS,
@@ -44,7 +43,7 @@ from ucm.store.posix.paths import (
 )
 from ucm.store.posix.scan import Scan, StoredFile, clean_up, evict, lost_pins, scan
 from ucm.store.shares import OTHERS, Shares
-from ucm.store.tier import used_until
+from ucm.store.tier import LeaseRules, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -20,7 +20,6 @@ from ucm.store.health import RefusableJob
 from ucm.store.posix.directory import Directory
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import check_namespace, key_of
-from ucm.store.posix.leases import pinned_until
 from ucm.store.posix.paths import (
     touch,
     unlink,
@@ -32,6 +31,7 @@ from ucm.store.tier import (
     Tier,
     kept_until,
     lease_end,
+    pinned_until,
     used_until,
 )
 
@@ -174,7 +174,7 @@ class PosixTier(Tier):
         return True
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
-        """Set times of last use in the background; see ``ucm.store.posix.leases``."""
+        """Set times of last use in the background; see ``kept_until``."""
         self._start_evictors()
         until = lease_end(until, self.clock.time(), self._config)
         for key, depth in depths.items() if until and not self._is_private else ():

@@ -7,13 +7,10 @@ neither waits for a late call nor shares memory with it.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import socket
 import struct
 import threading
-import urllib.parse
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,10 +59,7 @@ _AGAIN_FOR_SECONDS, _AGAIN_SECONDS = 1.0, 0.05
 #: A call of Mooncake's protocol (magic number, version, serialization, kind, number, function, lengths of the arguments
 #: and the attachment) of a function that no master has, and says so with the same magic number and number.
 _QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 7, 0, 0, 0)
-#: The names asked for in one request of a tool.
-_PAGE = 100
 _UNIT = 1 << 20
-_HTTP_OK = 200
 #: Memory that a failed transfer may still use, which is never freed.
 _RETIRED: list[Staging] = []
 #: The clients of this process, by its id and their settings. None is closed, because this takes a second, in which no
@@ -222,26 +216,9 @@ class MooncakeClient(Client):
             raise failure_of(code, self._where)
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield names and lengths, which the master reports where it reports its metrics."""
-        if self._options.metrics_address is None:
-            raise StoreUnavailableError(
-                "a client of Mooncake cannot list values",
-                where=self._where,
-                fix="set metrics_address, host:port of the master's metrics",
-            )
-        names = [line for line in self._report("/get_all_keys").decode().split() if line.startswith(prefix)]
-        for at in range(0, len(names), _PAGE):
-            asked = urllib.parse.quote(",".join(names[at : at + _PAGE]))
-            try:
-                values = json.loads(self._report(f"/batch_query_keys?keys={asked}"))["data"]
-                sizes = [
-                    (name, max(one["size_"] for one in found["values"]))  # of each replica
-                    for name, found in values.items()
-                    if found["ok"]
-                ]
-            except (ValueError, LookupError, TypeError) as error:
-                raise StoreUnavailableError(f"the master answers in an unknown form: {error!r}") from error
-            yield from sizes
+        """Refuse: a client of Mooncake cannot list values."""
+        del prefix
+        raise StoreUnavailableError("a client of Mooncake cannot list values", where=self._where)
 
     def close(self) -> None:
         """End the threads, and the registration of memory that no call uses."""
@@ -387,22 +364,6 @@ class MooncakeClient(Client):
                 self._free.append(staging)
         if not keep:
             staging.free()
-
-    def _report(self, path: str) -> bytes:
-        """Return what the master says by HTTP."""
-        address = str(self._options.metrics_address)
-        connection = http.client.HTTPConnection(address, timeout=self._options.transfer_timeout)
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            content = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise StoreUnavailableError(f"the master's metrics cannot be read: {error}", where=address) from error
-        finally:
-            connection.close()
-        if answer.status != _HTTP_OK:
-            raise StoreUnavailableError(f"the master answers {answer.status} {answer.reason}", where=address)
-        return content
 
     def _silent(self) -> StoreError:
         return StoreTimeoutError("Mooncake does not answer in time", where=self._where)

@@ -13,13 +13,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from ucm.errors import ConfigError, install_extra
 from ucm.store.base import (
-    BlockCompressedError,
     BlockCorruptError,
     BlockForeignError,
     BlockKey,
     BlockMissingError,
     StoreError,
-    StoreUnavailableError,
 )
 from ucm.store.config import read_secret
 from ucm.store.format import (
@@ -181,11 +179,13 @@ class RemoteTier(ValueTier):
     """
 
     #: The tier's name in statistics, which is also that of its extra; the package that the extra installs; the module
-    #: of the client, imported only where the tier is configured; the longest value that servers accept, in bytes.
+    #: of the client, imported only where the tier is configured; the longest value that servers accept, in bytes; and
+    #: whether their values can be listed.
     kind: ClassVar[str]
     package: ClassVar[str]
     module: ClassVar[str]
     most_nbytes: ClassVar[int]
+    lists: ClassVar[bool] = True
 
     def __init__(self, options: RemoteOptions, place: TierPlace, client: Client | None = None) -> None:
         options.require_packages(place.name)
@@ -215,28 +215,27 @@ class RemoteTier(ValueTier):
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Load the blocks' values: each is received directly into its memory, or as a whole if it is compressed."""
-        refusals: list[StoreError | None] = [None] * len(blocks)
-        whole: Sequence[int] = range(len(blocks))
-        if not self._compresses:  # but another engine may
-            refusals = self._receive(blocks, deadline)
-            whole = [number for number, one in enumerate(refusals) if isinstance(one, _OtherFormError)]
-        for number, refusal in zip(whole, self._receive_whole([blocks[n] for n in whole], deadline), strict=True):
-            refusals[number] = refusal
-        outcomes: list[Outcome] = []
-        for block, failure in zip(blocks, refusals, strict=True):
-            if failure is None:
-                outcomes.append(False)
-                continue
-            is_kept = isinstance(failure, BlockMissingError | StoreUnavailableError | BlockCompressedError)
-            outcomes.append(failure if is_kept else self.damaged(block.key, failure, deadline))
-        return outcomes
+        if self._compresses:
+            return super().read_many(blocks, deadline)
+        refusals = self._receive(blocks, deadline)  # but another engine may compress
+        others = [block for block, one in zip(blocks, refusals, strict=True) if isinstance(one, _OtherFormError)]
+        found = iter(super().read_many(others, deadline) if others else ())
+        return [
+            next(found) if isinstance(one, _OtherFormError) else self.outcome(block.key, one, deadline)
+            for block, one in zip(blocks, refusals, strict=True)
+        ]
 
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the value, whatever its length."""
-        (found,) = self._client.fetch([self._name(key)], self.codec.file_nbytes if self.codec else None, deadline)
+        (found,) = self.fetch_many([key], deadline)
         if isinstance(found, StoreError):
             raise found
         return found
+
+    def fetch_many(self, keys: Sequence[BlockKey], deadline: float) -> list[Buffer | StoreError]:
+        """Return values by one call of the client."""
+        most = self.codec.file_nbytes if self.codec else None
+        return self._client.fetch(list(map(self._name, keys)), most, deadline)
 
     def put(self, key: BlockKey, pieces: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a whole block as one value, by one request, compressed if that is configured."""
@@ -313,20 +312,6 @@ class RemoteTier(ValueTier):
         parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
         replies = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
         return [self._judge(*one) for one in zip(blocks, headers, parts, replies, strict=True)]
-
-    def _receive_whole(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[StoreError | None]:
-        """Receive blocks, compressed or not; return what is wrong with each."""
-        if not blocks:
-            return []
-        most = known_codec(self.codec).file_nbytes
-        values = self._client.fetch([self._name(block.key) for block in blocks], most, deadline)
-        refusals: list[StoreError | None] = []
-        for block, value in zip(blocks, values, strict=True):
-            try:
-                refusals.append(value if isinstance(value, StoreError) else self._deliver(block, value))
-            except BlockCompressedError as error:
-                refusals.append(error)
-        return refusals
 
     def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
         """Return what to receive to load some layer slices of a block: its header as well."""
@@ -499,14 +484,12 @@ class MooncakeOptions(RemoteOptions):
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""
     replicas: int = Field(default=1, ge=1)
-    metrics_address: str | None = None
     parallel: int = Field(default=4, ge=1, le=64)
 
-    @field_validator("address", "metrics_address")
+    @field_validator("address")
     @classmethod
-    def _is_an_address(cls, value: str | None) -> str | None:
-        if value is not None:
-            _check_address(value)
+    def _is_an_address(cls, value: str) -> str:
+        _check_address(value)
         return value
 
 
@@ -516,6 +499,7 @@ class MooncakeTier(RemoteTier):
     Options: ClassVar[type[TierOptions]] = MooncakeOptions
     kind = "mooncake"
     package = "the client of Mooncake"
+    lists = False
     module = "ucm.store.remote.mooncake_client"
     most_nbytes = 512 << 20
 

@@ -94,9 +94,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
     nobody = f"127.0.0.1:{free_port()}"
     if request.param == "Mooncake":
         node: MooncakeServer = request.getfixturevalue("mooncake")
-        names = ("address", "metrics_address")
-        options = {**dict(zip(names, (node.address, node.metrics_address), strict=True)), **PATIENT}
-        return Remote("Mooncake", node, options, dict.fromkeys(names, nobody))
+        return Remote("Mooncake", node, {"address": node.address, **PATIENT}, {"address": nobody})
     if request.param == "Redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         return Remote("Redis", server, {"address": server.address, **PATIENT}, {"address": nobody})

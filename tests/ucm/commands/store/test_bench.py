@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.commands.store.conftest import BIG
 from ucm.commands.store import bench as module
-from ucm.store.base import StoreUnavailableError
 from ucm.store.bench import Figures, Workload
 from ucm.store.config import StoreConfig
-from ucm.store.posix.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ucm.commands.store.conftest import Answer, Kept
-    from ucm.store.advice import Comparison
+    from tests.ucm.commands.store.conftest import Answer
 
 QUICK = ("--blocks", 2, "--block", "16kB", "--rounds", 2)
 
@@ -29,14 +24,9 @@ def test_figures_and_shares(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
     assert lines[0] == "Posix: 2 blocks of 15.6 KiB, 2 rounds"
-    measured = {line.split("  ")[0] for line in lines[2 : lines.index("")]}
+    measured = {line.split("  ")[0] for line in lines[2:]}
     assert {"memcpy", "write", "save", "read hot", "load hot", "read cold", "load cold"} <= measured
     assert any(line.startswith("save ") and line.endswith("% of a plain write") for line in lines)
-    compression = lines[lines.index("") + 1 :]
-    assert [line.split("  ")[0] for line in compression[:2]] == ["compression", "Posix"]
-    assert compression[2].startswith("Sample: generated numbers in bfloat16")
-    assert compression[3].startswith("Posix: ")
-    assert len(compression) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["USED"]
 
 
@@ -45,36 +35,6 @@ def test_for_a_program(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     assert data["workload"] == {"blocks": 2, "slices": 16, "slice_nbytes": 1000, "rounds": 2}
     assert all(len(seconds) == 2 for seconds in data["seconds"].values())
     assert list(data["shares"]) == ["save", "load hot", "load cold"]
-    (posix,) = data["compression"]["tiers"]
-    assert (posix["tier"], posix["problem"]) == ("Posix", None)
-    assert {len(seconds) for seconds in posix["seconds"].values()} == {2}
-    assert min(posix["compress"], posix["decompress"], posix["ratio"], *posix["gains"]) > 0
-    assert "loading a GB takes" in posix["advice"]
-
-
-def test_a_sample_of_another_store(kept: Kept, tmp_path: Path, ask: Callable[..., Answer]) -> None:
-    store = tmp_path / "new"
-    store.mkdir(mode=0o700)
-    answer = ask("bench", "--json", "--directory", store, *QUICK, "--sample", kept.root)
-    assert answer.data["compression"]["sample"].endswith(f"of the blocks in {Layout(str(kept.root), BIG).base}")
-    answer = ask("bench", "--directory", store, *QUICK, "--sample", store)
-    assert (answer.code, "there are no blocks" in answer.err) == (2, True)
-
-
-def test_what_was_not_measured_has_no_advice(
-    tmp_path: Path, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(config: StoreConfig, tier: str, *_: object, **__: object) -> Comparison:
-        raise StoreUnavailableError(f"{tier} of {config.pipeline} is broken")
-
-    monkeypatch.setattr(module, "compare", refuse)
-    answer = ask("bench", "--directory", tmp_path, *QUICK)
-    assert answer.out.splitlines()[-1] == "Posix: compression was not measured: Posix of Posix is broken"
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr("ucm.store.compression._local.zstandard", None)
-    (posix,) = ask("bench", "--json", "--directory", tmp_path, *QUICK).data["compression"]["tiers"]
-    assert set(posix) == {"tier", "problem"}
-    assert posix["problem"].startswith("compression needs zstandard")
 
 
 def test_the_shares() -> None:

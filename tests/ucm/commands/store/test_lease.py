@@ -25,10 +25,9 @@ from ucm.store.posix import layout as posix_layout
 from ucm.store.posix import tier
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.leases import LeaseRules
 from ucm.store.posix.paths import touch, unlink
 from ucm.store.posix.scan import evict, scan
-from ucm.store.tier import used_until
+from ucm.store.tier import LeaseRules, used_until
 from ucm.testing.blocks import key, save
 
 if TYPE_CHECKING:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
 
-from tests.ucm.store.servers import MooncakeServer, RedisServer
+from tests.ucm.store.servers import RedisServer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec, namespace_digest
@@ -53,13 +52,6 @@ class Held:
                 value[-5] ^= 1
                 client.set(name, bytes(value))
             return name
-        if isinstance(self.server, MooncakeServer):
-            name = ":".join(parts)
-            with closing(self.server.client()) as client:
-                value = bytearray(client.get(name))
-                value[-5] ^= 1
-                assert (client.remove(name, True), client.put(name, bytes(value))) == (0, 0)
-            return name
         name, bucket = "/".join(parts), self.server.store()
         value = bytearray(obstore.get(bucket, name).bytes())
         value[-5] ^= 1
@@ -67,11 +59,15 @@ class Held:
         return name
 
 
+LISTED = pytest.mark.parametrize("remote", ["Redis", "S3"], indirect=True)
+
+
 @pytest.fixture
 def held(remote: Remote, tmp_path: Path) -> Held:
     return Held(remote, tmp_path)
 
 
+@LISTED
 def test_stat_counts_what_a_server_holds(ask: Callable[..., Answer], held: Held) -> None:
     data = ask("stat", "--json", "--config", held.file).data
     (server,) = data["servers"]
@@ -87,6 +83,7 @@ def test_stat_counts_what_a_server_holds(ask: Callable[..., Answer], held: Held)
     assert [line.split()[:2] for line in answer.out.splitlines()[1:]] == [["namespace", "blocks"], [ONE, "5"]]
 
 
+@LISTED
 def test_verify_reads_every_value(ask: Callable[..., Answer], held: Held) -> None:
     answer = ask("verify", "--json", "--config", held.file)
     assert (answer.code, answer.data["blocks"], answer.data["bytes"]) == (0, 7, 7 * FILE)
@@ -100,6 +97,7 @@ def test_verify_reads_every_value(ask: Callable[..., Answer], held: Held) -> Non
     assert (answer.code, answer.out.startswith("6 blocks, ")) == (0, True), "a damaged value was deleted"
 
 
+@LISTED
 def test_beside_directories(ask: Callable[..., Answer], held: Held) -> None:
     held.configure(f"Posix|{held.name}")
     (held.file.parent / "kv").mkdir()
@@ -114,6 +112,7 @@ def test_beside_directories(ask: Callable[..., Answer], held: Held) -> None:
     assert ask("verify", "--json", "--config", held.file, "--tier", held.name.lower()).data["blocks"] == 7
 
 
+@LISTED
 def test_a_server_that_does_not_answer_is_a_problem(ask: Callable[..., Answer], held: Held, remote: Remote) -> None:
     held.configure(held.name, **remote.unanswered)
     answer = ask("verify", "--config", held.file)
@@ -122,12 +121,25 @@ def test_a_server_that_does_not_answer_is_a_problem(ask: Callable[..., Answer], 
     assert (server["answers"], server["namespaces"]) == (False, [])
 
 
+@pytest.mark.parametrize("remote", ["Mooncake"], indirect=True)
+def test_what_cannot_be_listed_is_no_problem(ask: Callable[..., Answer], held: Held) -> None:
+    held.configure(f"Posix|{held.name}")
+    (held.file.parent / "kv").mkdir()
+    with open_store(StoreConfig(directories=(str(held.file.parent / "kv"),)), ONE, EVEN) as store:
+        save(store, [key(7)], EVEN)
+    assert ask("verify", "--json", "--config", held.file).data["blocks"] == 1
+    answer = ask("stat", "--json", "--config", held.file)
+    (server,) = answer.data["servers"]
+    assert (answer.code, server["answers"], server["namespaces"]) == (0, True, [])
+
+
 def test_other_commands_are_about_directories(ask: Callable[..., Answer], held: Held) -> None:
     for command in ("ls", "gc"):
         answer = ask(command, "--config", held.file)
         assert (answer.code, "has no directories that this command can read" in answer.err) == (2, True)
 
 
+@LISTED
 @pytest.mark.parametrize("above", ["", "Posix|"])
 def test_bench_measures_a_server_and_leaves_nothing(ask: Callable[..., Answer], held: Held, above: str) -> None:
     held.configure(above + held.name)
