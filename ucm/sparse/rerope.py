@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -27,7 +26,7 @@ from pydantic import Field, model_validator
 from ucm.logger import get_logger
 from ucm.rotary import turned
 from ucm.sparse.attention import Merged
-from ucm.sparse.base import SparseMethod, not_asked, require_hooks
+from ucm.sparse.base import SparseMethod, not_asked
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
@@ -56,24 +55,23 @@ TURNED_AT_ONCE = 4096
 NEEDED = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive far keys of a piece, and the queries that see any of them.
+class Run(NamedTuple):
+    """Consecutive far keys of a piece.
 
     Attributes:
         row: The request's row in the step.
+        tokens: The piece's queries, among the tokens of `BeyondWindow`.
         begin: The position of the first key, which is the start of a block.
         end: The position after the last key.
-        causal: Queries that each see the keys up to one window before them: their first and last index among the tokens
-            of `BeyondWindow`, and the number of keys that the last one sees.
-        whole: Queries that see all of the keys, likewise as indices.
+        causal: Whether each query sees the keys up to one window before it, and the last one sees all; else all see
+            all of them.
     """
 
     row: int
+    tokens: slice
     begin: int
     end: int
-    causal: tuple[int, int, int]
-    whole: tuple[int, int, int]
+    causal: bool
 
 
 class BeyondWindow:
@@ -150,20 +148,16 @@ class BeyondWindow:
         return pieces, np.where(pieces.begins < window, pieces.ends, pieces.ends - pieces.begins)
 
     def runs(self, block_size: int) -> list[Run]:
-        """Return the far keys: at most `TURNED_AT_ONCE` in a run, and at least one block."""
-        window, found, before = self._window, [], 0
+        """Return the far keys: those that all queries of a piece see, `TURNED_AT_ONCE` in a run, then the others."""
+        window, found, before = self._window, list[Run](), 0
         step = max(1, TURNED_AT_ONCE // block_size) * block_size
         pieces = (of.tolist() for of in (self.pieces.rows, self.pieces.begins, self.pieces.ends))
         for row, begin, end in zip(*pieces, strict=True):
-            at = before - begin  # converts a position to an index
-            for first in range(0, end - window, step):
-                last = min(first + step, end - window)
-                # From here on, queries see all keys of the run; in the request's last run, only the last query does.
-                sees_all = end if last == end - window else max(begin, last - 1 + window)
-                sees_some = max(begin, first + window)
-                some = (sees_some + at, sees_all + at, sees_all - window - first)
-                found.append(Run(row, first, last, some, (sees_all + at, end + at, last - first)))
-            before += end - begin
+            tokens, seen_by_all = slice(before, before + end - begin), (begin - window) // block_size * block_size
+            for first in range(0, seen_by_all, step):
+                found.append(Run(row, tokens, first, min(first + step, seen_by_all), causal=False))
+            found.append(Run(row, tokens, seen_by_all, end - window, causal=True))
+            before = tokens.stop
         return found
 
 
@@ -222,7 +216,6 @@ class ReRoPE(SparseMethod):
 
     Raises:
         ConfigError: If an option is wrong.
-        SparseMethodError: If hooks are switched off.
     """
 
     attention: PartsView
@@ -233,7 +226,6 @@ class ReRoPE(SparseMethod):
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
         self._name = type(self).__name__
-        require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._leak = self._options.tokens_per_distance()
         self.counts: Counter[str] = Counter()
@@ -289,7 +281,6 @@ class ReRoPE(SparseMethod):
         """Reduce vLLM's attention of these tokens, whose result is not used, to a few keys."""
         del kv_cache
         if self._step is not None:
-            self.layer_seen(layer_name)
             found = self._replaced.get(id(attn_metadata))
             if found is None:
                 found = attn_metadata, self._spared(self._step, layer_name, attn_metadata)
@@ -384,12 +375,9 @@ class ReRoPE(SparseMethod):
             of_run = slice(run.begin, blocks.stop * size)
             factors = of_keys[0][of_run], of_keys[1][of_run]
             keys = turned(keys.flatten(0, 1), factors, neox=rotary.neox).unflatten(0, keys.shape[:2])
-            for causal, (begin, end, count) in ((True, run.causal), (False, run.whole)):
-                if begin < end:
-                    tokens = slice(begin, end)
-                    whole.add(
-                        tokens, *self.attention.attend(layer_name, query[tokens], keys, values, count, causal=causal)
-                    )
+            count = run.end - run.begin
+            part = self.attention.attend(layer_name, query[run.tokens], keys, values, count, causal=run.causal)
+            whole.add(run.tokens, *part)
         return whole.output
 
     def _near(
