@@ -26,10 +26,11 @@ from ucm.compat import optional
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
-from ucm.sparse.base import not_asked, require_hooks
+from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.tables import ReadTables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -74,7 +75,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     Raises:
         ConfigError: If an option is wrong.
-        SparseMethodError: If hooks of either side are switched off.
     """
 
     options_type = SinkWindowOptions
@@ -82,7 +82,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        require_hooks(type(self).__name__, self.needed_hooks)
         self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window(self.tile)
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
@@ -232,8 +231,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def _compacted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """The metadata with the sinks' blocks and, right behind them, those of the window and of the new tokens."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
         batch, size = self._batch, self.attention.block_size(layer_name, kv_cache)
         if batch is None:
             raise RuntimeError(f"{layer_name} ran outside a step")
@@ -246,18 +243,10 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self.counts["rows"] += int((of_rows > 0).sum())
         self.counts["blocks_skipped"] += int(of_rows.sum())
         self.counts["blocks_held"] += int((-(-batch.seq_lens[of_rows > 0] // size)).sum())
-        table = self.attention.block_table(attn_metadata)
-        seq_lens = pieces.ends - skipped * size
-        longest = int(seq_lens.max())
-        rows, gaps = (torch.from_numpy(of).to(table.device, non_blocking=True) for of in (pieces.rows, skipped))
-        columns = torch.arange(-(-longest // size), device=table.device)
-        behind = (columns >= self.window.sink_blocks(size)).long()
-        # Columns behind a row's own end are never read; they only must not point outside the table.
-        places = (columns + gaps[:, None] * behind).clamp(max=table.shape[1] - 1)
-        lens = torch.from_numpy(seq_lens.astype(np.int32)).to(table.device, non_blocking=True)
-        return self.attention.restricted(
-            layer_name, attn_metadata, table[rows[:, None], places], lens, longest, pieces.split(table.device)
-        )
+        table, lens = self.attention.block_table(attn_metadata), pieces.ends - skipped * size
+        tables = ReadTables(table, pieces.rows, lens, skipped, self.window.sink_blocks(size), size)
+        split = pieces.split(table.device)
+        return self.attention.restricted(layer_name, attn_metadata, tables.base, tables.seq_lens, tables.longest, split)
 
 
 def _asks_dense(asked: object) -> tuple[bool, ConfigError | None]:

@@ -84,9 +84,8 @@ class Chosen:
 
     def serves(self, plan: SelectionPlan) -> bool:
         """Return whether further drafts may read the same blocks: of the same rows, up to the same newest blocks."""
-        first = self.plan
-        whole = first.all_rows and plan.all_rows and first.request_ids == plan.request_ids
-        return whole and np.array_equal(first.blocks, plan.blocks)
+        sparse = all(len(of.rows) == len(of.seq_lens) for of in (self.plan, plan))
+        return sparse and self.plan.request_ids == plan.request_ids and np.array_equal(self.plan.blocks, plan.blocks)
 
 
 class SparseDrafts(BlockTopK):

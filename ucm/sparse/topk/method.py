@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, SparseMethod, not_asked, require_hooks
+from ucm.sparse.base import Role, SparseMethod, not_asked
 from ucm.sparse.blocks import NEEDED, keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
@@ -92,7 +93,6 @@ class BlockTopK(SparseMethod):
 
     Raises:
         ConfigError: If an option is wrong.
-        SparseMethodError: If its hooks are switched off.
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
@@ -104,7 +104,6 @@ class BlockTopK(SparseMethod):
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
         self._name = type(self).__name__
-        require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
         self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
@@ -328,16 +327,6 @@ class BlockTopK(SparseMethod):
         self.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
 
-    def attention_finished(
-        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
-    ) -> None:
-        """Measure a sample."""
-        del query, attn_metadata, output
-        sample = self._samples.of(layer_name)
-        if sample is not None:
-            with self._dense_on_failure(layer_name, [sample.request_id]):
-                self._samples.measure(sample, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
-
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Count the step; raise if no layer called the method, because the step was then not restricted."""
         del runner, scheduler_output, model_output
@@ -392,7 +381,8 @@ class BlockTopK(SparseMethod):
         chosen, lens = self._choose(plan, layer_name, query, kv_cache, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
-            self._samples.begin(layer_name, plan, query, table, chosen)
+            keys = partial(self.attention.read_keys, layer_name, kv_cache)
+            self._samples.measure(layer_name, plan, query, table, chosen, keys)
         self.counts["blocks_read"] += int(plan.totals.sum())
         self.counts["blocks_held"] += int(plan.blocks.sum())
         longest = int(plan.seq_lens.max())
