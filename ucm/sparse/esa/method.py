@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.clock import Clock
-    from ucm.sparse.attention import BlockCopies, CopyingView, StepBatch
+    from ucm.sparse.attention import BlockCopies, CopyingView
     from ucm.sparse.base import Role
     from ucm.sparse.esa.offload_store import Fetch
     from ucm.sparse.esa.offloaded import OffloadedNews, Released
@@ -144,7 +144,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         #: Requests that are recomputed in this step.
         self._anew: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
+        self._outcomes = RequestOutcomes(self.counts)
         self.select_seconds = 0.0
         self.caches: dict[str, Tensor] = {}
         self._copies: BlockCopies | None = None
@@ -279,19 +279,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             self.counts["steps"] += 1
             self.counts["rows"] += len(self._rows)
             self._outcomes.restrict(batch.request_ids[of.row] for of in self._rows)
-        if self._outcomes.tells:
-            self._tell(batch, choosing)
-
-    def _tell(self, batch: StepBatch, choosing: NDArray[np.int64]) -> None:
-        """Log of each request whether the step's last token of it reads all of its context."""
-        size, budget = self._size, self._budget
-        for request_id, context, between in zip(
-            batch.request_ids, batch.seq_lens.tolist(), choosing.tolist(), strict=True
-        ):
-            what, left_out = f"dense: no more than {budget * size} tokens are between sinks and window", 0
-            if between:
-                what, left_out = f"restricted, with {budget * size} tokens between sinks and window", between - budget
-            self._outcomes.tell(request_id, context, what, context - left_out * size)
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""

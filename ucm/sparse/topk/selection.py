@@ -219,10 +219,9 @@ class SelectionPlanner:
             return None
         return MissingBlocks([batch.request_ids[row] for row in rows.tolist()], rows, begins[rows], ends[rows])
 
-    def thresholds(self, request_id: str) -> tuple[int, int]:
-        """Return a request's budget in tokens, without a share, and the largest context with which it is dense."""
-        total = self._of(request_id).total
-        return total * self.budget.block_size, int(self._dense_tokens(np.array([total]))[0])
+    def most_dense(self, request_id: str) -> int:
+        """Return the largest context, in tokens, with which a request is dense."""
+        return int(self._dense_tokens(np.array([self._of(request_id).total]))[0])
 
     def _totals(self, batch: StepBatch) -> NDArray[np.int64]:
         """Return the number of blocks that a decode of each request reads, ``[num_reqs]``."""
