@@ -68,8 +68,6 @@ class Lanes:
         store: ``store(address, vector)``.
         whole: Returns the int64 at an address.
         number: The float32 at an address.
-        stored: Returns the number of the cache's dtype at an address.
-        keep: ``keep(address, vector)``: stores in the cache's dtype.
         put: ``put(address, number)``: stores a float32.
         splat: Returns a vector with a number in all lanes.
         add: Returns the sum of two vectors; ``sub`` and ``mul`` likewise.
@@ -97,8 +95,6 @@ class Lanes:
         self.store = make(None, (address, vector), self._store)
         self.number = make(number, (address,), lambda b, at: b.load(self._at(b, at, self._float), align=4))
         self.whole = make(address, (address,), lambda b, at: b.load(self._at(b, at, self._long), align=8))
-        self.stored = make(number, (address,), self._stored)
-        self.keep = make(None, (address, vector), self._keep)
         self.put = make(None, (address, number), lambda b, at, of: b.store(of, self._at(b, at, self._float), align=4))
         self.splat = make(vector, (number,), self._splat)
         self.add = make(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
@@ -312,17 +308,6 @@ class Lanes:
             found = builder.insert_element(found, number, self._word(lane))
         return found
 
-    def _keep(self, builder: Any, address: Any, vector: Any) -> None:
-        if not self._half:
-            self._store(builder, address, vector)
-            return
-        bits = builder.bitcast(vector, self._ir.VectorType(self._word, LANES))
-        upper, one = self._all(self._word, 16), self._all(self._word, 1)
-        even = builder.and_(builder.lshr(bits, upper), one)  # round to nearest, ties to even
-        rounded = builder.lshr(builder.add(builder.add(bits, self._all(self._word, 0x7FFF)), even), upper)
-        shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
-        builder.store(builder.trunc(rounded, shorts), self._at(builder, address, shorts), align=2)
-
 
 @dataclass(frozen=True)
 class Threads:
@@ -331,12 +316,10 @@ class Threads:
     Attributes:
         own: The number of the calling thread.
         count: The number of running threads.
-        wait: A barrier: returns when all threads have called it.
     """
 
     own: Any
     count: Any
-    wait: Any
 
 
 def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
@@ -397,11 +380,9 @@ def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], No
 
 
 def _threads_of(everywhere: Any) -> Threads:
-    own, count, wait = everywhere.omp_get_thread_num, everywhere.omp_get_num_threads, everywhere.GOMP_barrier
-    for function in (own, count, wait):
-        function.argtypes = ()
-    wait.restype = None
-    return Threads(own, count, wait)
+    own, count = everywhere.omp_get_thread_num, everywhere.omp_get_num_threads
+    own.argtypes = count.argtypes = ()
+    return Threads(own, count)
 
 
 def address_as_pointer(numba: Any) -> Any:

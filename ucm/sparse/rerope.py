@@ -116,10 +116,9 @@ class BeyondWindow:
         starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
         return self.positions + starts[self.pieces.rows].repeat(self._lengths)
 
-    def queries(self, block_size: int, turning: Tensor, growth: Tensor) -> Queries:
+    def queries(self, block_size: int) -> Queries:
         """Return the tokens in the form that a CPU kernel takes."""
-        rows = self.pieces.rows.repeat(self._lengths)
-        return Queries.of(rows, self.places, self.positions, block_size, turning, growth)
+        return Queries.of(self.pieces.rows.repeat(self._lengths), self.positions, block_size)
 
     def on(self, device: Any) -> tuple[Tensor, Tensor]:
         """Return `places` and `positions` on the attention's device."""
@@ -237,7 +236,7 @@ class ReRoPE(SparseMethod):
         self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
-        self._turned: dict[Rotary, Queries] = {}
+        self._turned: dict[Rotary, tuple[Queries, tuple[Tensor, Tensor]]] = {}
         #: By layer; None where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
@@ -301,9 +300,9 @@ class ReRoPE(SparseMethod):
         if compiled is not None:
             few, rest = self._step.divided
             if len(few):
-                kernel, layout = compiled
-                queries, of_keys = self._for_kernel(few, self.attention.rotary(layer_name), layout.block_size)
-                kernel(query, kv_cache, table, by_head, queries, of_keys, layout.scale, self._options.window)
+                places, _ = few.on(query.device)
+                found = self._compiled(few, layer_name, query[places].float(), kv_cache, table, *compiled)
+                by_head[places] = found.to(output.dtype)
         if len(rest):
             places, _ = rest.on(query.device)
             by_head[places] = self._attention(rest, layer_name, query[places], kv_cache, table).to(output.dtype)
@@ -410,19 +409,28 @@ class ReRoPE(SparseMethod):
                     get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
         return self._kernels[layer_name]
 
-    def _for_kernel(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> tuple[Queries, Tensor]:
-        """Return a step's tokens, and the rotation factors of keys, for a kernel: the same in all layers."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
+    def _compiled(
+        self,
+        step: BeyondWindow,
+        layer_name: str,
+        query: Tensor,
+        kv_cache: Tensor,
+        table: Tensor,
+        kernel: Attend,
+        layout: HeadLayout,
+    ) -> Tensor:
+        """Return what `_attention` does, by a kernel; what it needs beside the layer is the same in all layers."""
+        rotary, (_, positions) = self.attention.rotary(layer_name), step.on(query.device)
         if rotary not in self._turned:
-            if rotary not in self._tiles:
-                self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, block_size))
-            positions = torch.from_numpy(step.positions)
-            grown = self._grown(positions)
-            turning = torch.stack(rotary.factors(positions, self._far_from(positions)), 1)
-            growth = torch.ones(len(positions)) if grown is None else grown
-            self._turned[rotary] = step.queries(block_size, turning, growth)
-        return self._turned[rotary], self._tiles[rotary]
+            turning = rotary.factors(positions, self._far_from(positions))
+            self._turned[rotary] = step.queries(layout.block_size), turning
+        if rotary not in self._tiles:
+            self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, layout.block_size))
+        queries, turning = self._turned[rotary]
+        grown = self._grown(positions)
+        near = query if grown is None else query * grown[:, None, None]
+        far, of_keys = turned(near, turning, neox=rotary.neox), self._tiles[rotary]
+        return kernel(near, far, kv_cache, table, queries, of_keys, layout.scale, self._options.window)
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""

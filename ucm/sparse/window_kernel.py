@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import HeadLayout
     from ucm.sparse.compiled import Threads
 
-    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Queries", Tensor, float, int], None]
+    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Queries", Tensor, float, int], Tensor]
 
 #: The operation that is slow without the kernel, for the log.
 SLOWLY = "attention beyond the window is computed"
@@ -74,72 +74,49 @@ class Queries:
     """Queries that see keys before their window.
 
     Attributes:
-        given: ``[n + 1, 4]``, int64: the row in the step, the index among the step's tokens, the position, and the
-            first part; of the last line only the part counts.
+        given: ``[n, 2]``, int64: the row in the step, and the position.
         parts: ``[parts, 3]``, int64: the query, the first block, and the block after the last.
-        turning: ``[n, 2, pairs]``, float32: the rotation factors beyond their windows, real and imaginary parts.
-        growth: ``[n]``, float32: the factors of each query's scores, besides their scale.
     """
 
     given: Tensor
     parts: Tensor
-    turning: Tensor
-    growth: Tensor
 
     @classmethod
-    def of(
-        cls,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        block_size: int,
-        *of_queries: Tensor,
-    ) -> Queries:
-        """Divide the keys of queries into parts; all arrays are ``[n]``, see `given`; then `turning` and `growth`."""
+    def of(cls, rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int) -> Queries:
+        """Divide the keys of queries into parts; both arrays are ``[n]``, see `given`."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        step = max(1, PART // block_size)
-        blocks = positions // block_size + 1
+        step, blocks = max(1, PART // block_size), positions // block_size + 1
         counts = -(-blocks // step)
-        ends = counts.cumsum()
-        given = np.zeros((len(rows) + 1, 4), np.int64)
-        given[:-1] = np.stack((rows, places, positions, ends - counts), 1)
-        given[-1, 3] = ends[-1]
         owners = np.arange(len(rows)).repeat(counts)
-        begins = (np.arange(ends[-1]) - given[owners, 3]) * step
+        begins = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * step
         parts = np.stack((owners, begins, np.minimum(begins + step, blocks[owners])), 1)
-        return cls(torch.from_numpy(given), torch.from_numpy(parts), *of_queries)
+        return cls(torch.from_numpy(np.stack((rows, positions), 1)), torch.from_numpy(parts))
 
 
 class Given(NamedTuple):
     """The arguments of a kernel: tensors, passed by address, and integers.
 
     Attributes:
-        query: See `window_kernel`, also for ``output``, ``cache`` and ``table``.
+        cache: See `window_kernel`, also for ``table`` and ``of_keys``.
         given: See `Queries`, also for ``parts``.
-        of_keys: See `by_tile`.
-        of_queries: ``turning`` of `Queries`; ``growth`` there times the scale.
-        queries: ``[2, num_queries, num_heads, head_size]``, float32, output: scaled queries, plain and rotated.
+        queries: ``[2, num_queries, num_heads, head_size]``, float32: scaled queries, plain and rotated.
         sums: ``[parts, num_heads, head_size]``, float32, output: each part's sums of values.
         softmax: ``[parts, num_heads, 2]``, float32, output: each part's maximum score and sum.
         key_vectors: ``vectors`` of the keys' `_Plane`, ``key_channels`` its ``rows``; ``value_vectors`` and
             ``value_tokens`` likewise.
-        query_apart: The stride of tokens in numbers, like ``output_apart``; ``table_apart`` is the stride of rows.
+        table_apart: The stride of the table's rows in numbers.
         num_parts: The number of parts, like ``num_queries``.
         heads: The number of KV heads.
         block: See `HeadLayout`, also for ``head``.
         window: The number of keys that a query sees at their true distances.
     """
 
-    query: Any
-    output: Any
     cache: Any
     table: Any
     given: Any
     parts: Any
     of_keys: Any
-    of_queries: Any
-    growth: Any
     queries: Any
     sums: Any
     softmax: Any
@@ -147,8 +124,6 @@ class Given(NamedTuple):
     key_channels: Any
     value_tokens: Any
     value_vectors: Any
-    query_apart: Any
-    output_apart: Any
     table_apart: Any
     num_parts: Any
     num_queries: Any
@@ -175,14 +150,14 @@ def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | Non
         neox: Whether a pair has one number of each half (NeoX), or else two neighbours (GPT-J).
 
     Returns:
-        ``attend(query, kv_cache, table, output, queries, of_keys, scale, window)``, or None if that is impossible. It
-        writes the attention of some queries; its arguments are:
+        ``attend(near, far, kv_cache, table, queries, of_keys, scale, window)``, or None if that is impossible. It
+        returns the attention of some queries, ``[n, num_heads, head_size]``, float32; its arguments are:
 
-        - ``query``: ``[num_tokens, num_heads, head_size]``, of the cache's dtype, as vLLM has rotated it
+        - ``near``: ``[n, num_heads, head_size]``, float32: the queries, as vLLM has rotated them
+        - ``far``: the same as they see keys beyond their windows
         - ``kv_cache``: the layer's cache
         - ``table``: ``[num_reqs, max_blocks]``, int32: the step's block table
-        - ``output``: like ``query``; the rows of other tokens are not written
-        - ``queries``: the queries and the blocks that they read
+        - ``queries``: the queries' places and the blocks that they read
         - ``of_keys``: the rotation factors of keys; see `by_tile`
         - ``scale``: the scale of the layer's scores
         - ``window``: the number of keys that a query sees at their true distances, including its own
@@ -196,25 +171,31 @@ def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | Non
     run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, layout, pairs, neox, steps, threads))
     if run is None:
         return None
+    import torch  # noqa: PLC0415 - vLLM brings it
+
     places = of_keys.vectors, of_keys.rows, of_values.rows, of_values.vectors
 
     def attend(
-        query: Tensor, kv_cache: Tensor, table: Tensor, output: Tensor,
+        near: Tensor, far: Tensor, kv_cache: Tensor, table: Tensor,
         queries: Queries, of_keys: Tensor, scale: float, window: int,
-    ) -> None:  # fmt: skip
-        table = table.int()
-        count, parts, row = len(queries.growth), len(queries.parts), layout.num_kv_heads * layout.group
-        scaled = query.new_empty((2, count, row, layout.head_size), dtype=queries.growth.dtype)
-        sums = scaled.new_empty((parts, row, layout.head_size))
-        softmax = scaled.new_empty((parts, row, 2))
+    ) -> Tensor:  # fmt: skip
+        table, owners = table.int(), queries.parts[:, 0]
+        both = torch.stack((near, far)) * (scale / math.log(2))
+        count, heads, head_size = near.shape
+        sums = near.new_empty((len(owners), heads, head_size))
+        softmax = near.new_empty((len(owners), heads, 2))
         run(
             *Given(
-                query, output, kv_cache, table, queries.given, queries.parts, of_keys, queries.turning,
-                queries.growth * scale, scaled, sums, softmax, *places,
-                query.stride(0), output.stride(0), table.stride(0), parts, count,
-                layout.num_kv_heads, layout.block, layout.head, window,
+                kv_cache, table, queries.given, queries.parts, of_keys, both, sums, softmax, *places,
+                table.stride(0), len(owners), count, layout.num_kv_heads, layout.block, layout.head, window,
             )
         )  # fmt: skip
+        most, weights = softmax.unbind(-1)
+        highest = most.new_full((count, heads), LOWEST)
+        highest = highest.scatter_reduce(0, owners[:, None].expand_as(most), most, "amax")
+        shares = (most - highest[owners]).exp2()[..., None]
+        whole = most.new_zeros((count, heads, 1)).index_add(0, owners, shares * weights[..., None])
+        return near.new_zeros(near.shape).index_add(0, owners, shares * sums) / whole
 
     return attend
 
@@ -227,18 +208,15 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     A row is one head of a query; the rows of heads that share keys are contiguous.
     """
     of = Lanes(half=layout.half)
-    load, store, whole, number, stored, keep, put = (
-        *(of.load, of.store, of.whole, of.number),
-        *(of.stored, of.keep, of.put),
-    )
+    load, store, whole, number, put = of.load, of.store, of.whole, of.number, of.put
     splat, add, sub, mul, fma = of.splat, of.add, of.sub, of.mul, of.fma
     greater, greatest, total, exp2, within = of.greater, of.greatest, of.total, of.exp2, of.within
-    carray, thread, count, wait = numba.carray, threads.own, threads.count, threads.wait
+    carray, thread, count = numba.carray, threads.own, threads.count
     at, count_given = address_as_pointer(numba), len(Given._fields)
     to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
     size, head_size, group = layout.block_size, layout.head_size, layout.group
     width, vectors = 2 if layout.half else 4, 2 - layout.block_size // LANES % 2
-    lowest, nothing, full, log2e = np.float32(LOWEST), np.float32(0), np.float32(1), np.float32(1 / math.log(2))
+    lowest, nothing, full = np.float32(LOWEST), np.float32(0), np.float32(1)
     tile, vector, row_bytes, head_vectors = LANES * vectors, 4 * LANES, 4 * head_size, head_size // LANES
     tile_bytes, factor_bytes, values_at_once = vector * vectors, 2 * vector * pairs, 2 - head_vectors % 2
     rows = max(n for n in range(1, ROWS + 1) if group % n == 0)
@@ -315,33 +293,11 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
             weigh(scores, values + vector * n, low, high, sums + vector * n)
 
     @compiled
-    def put_queries(given: Any, query_of: Any, begin: Any, end: Any) -> None:
-        """Write queries ``begin`` to ``end``, scaled, and their rotated copies after all plain ones."""
-        heads = given.heads * group
-        far = given.num_queries * heads * row_bytes
-        for own in range(begin, end):
-            scale = number(given.growth + 4 * own) * log2e
-            real = given.of_queries + 8 * pairs * own
-            for head in range(heads):
-                source = given.query + (query_of[own, 1] * given.query_apart + head * head_size) * width
-                to = given.queries + row_bytes * (own * heads + head)
-                for channel in range(head_size):
-                    of_channel = stored(source + width * channel) * scale
-                    put(to + 4 * channel, of_channel)
-                    put(to + far + 4 * channel, of_channel)
-                for pair in range(pairs):
-                    one, other = (pair, pair + pairs) if neox else (2 * pair, 2 * pair + 1)
-                    x, y = number(to + 4 * one), number(to + 4 * other)
-                    re, im = number(real + 4 * pair), number(real + 4 * (pairs + pair))
-                    put(to + far + 4 * one, x * re - y * im)
-                    put(to + far + 4 * other, y * re + x * im)
-
-    @compiled
     def attend_part(given: Any, query_of: Any, part_of: Any, part: Any, head: Any) -> None:
         """Compute a query's attention over a part of its context, for the heads that share keys."""
         heads, width_of_table = given.heads, given.table_apart
         own, first_block, last_block = part_of[part]
-        row_of_step, last = query_of[own, 0], query_of[own, 2]
+        row_of_step, last = query_of[own]
         near = last - given.window + 1  # the first key at its true distance
         near_queries = given.queries + (own * heads + head) * group * row_bytes
         begin_row = (part * heads + head) * group
@@ -368,48 +324,17 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
                         put_keys(given, base, vectors * of_block, begin, pairs * far, keys)
                         queries = near_queries + far * given.num_queries * heads * group * row_bytes
                         for row in range(0, group, rows):
-                            own, of_row, state = (
-                                queries + row_bytes * row,
-                                own_sums + row_bytes * row,
-                                own_softmax + 8 * row,
+                            to = own_sums + row_bytes * row
+                            add_rows(
+                                queries + row_bytes * row, keys, values, low, high, scores, to, own_softmax + 8 * row
                             )
-                            add_rows(own, keys, values, low, high, scores, of_row, state)
-
-    @compiled
-    def put_together(given: Any, query_of: Any, begin: Any, end: Any) -> None:
-        """Merge the parts of queries ``begin`` to ``end``."""
-        sums, softmax, heads = given.sums, given.softmax, given.heads * group
-        for own in range(begin, end):
-            first_part, last_part = query_of[own, 3], query_of[own + 1, 3]
-            for head in range(heads):
-                most = lowest
-                for part in range(first_part, last_part):
-                    most = max(most, number(softmax + 8 * (part * heads + head)))
-                whole_sum = nothing
-                for part in range(first_part, last_part):
-                    state = softmax + 8 * (part * heads + head)
-                    weight = greatest(exp2(splat(number(state) - most)))
-                    put(state, weight)
-                    whole_sum += weight * number(state + 4)
-                to = given.output + (query_of[own, 1] * given.output_apart + head * head_size) * width
-                for n in range(head_vectors):
-                    found = splat(nothing)
-                    for part in range(first_part, last_part):
-                        row = part * heads + head
-                        found = fma(load(sums + row_bytes * row + vector * n), splat(number(softmax + 8 * row)), found)
-                    keep(to + width * LANES * n, mul(found, splat(full / whole_sum)))
 
     def body(address: Any) -> None:
         given = Given(*to_fixed_tuple(carray(address, count_given), count_given))
-        parts, queries, heads = given.num_parts, given.num_queries, given.heads
-        query_of = carray(at(given.given), (queries + 1, 4), np.int64)
+        parts, heads = given.num_parts, given.heads
+        query_of = carray(at(given.given), (given.num_queries, 2), np.int64)
         part_of = carray(at(given.parts), (parts, 3), np.int64)
-        begin, end = queries * thread() // count(), queries * (thread() + 1) // count()
-        put_queries(given, query_of, begin, end)
-        wait()
         for n in range(parts * heads * thread() // count(), parts * heads * (thread() + 1) // count()):
             attend_part(given, query_of, part_of, n // heads, n % heads)
-        wait()
-        put_together(given, query_of, begin, end)
 
     return body
