@@ -1,8 +1,8 @@
 """ReRoPE's attention of single queries on a CPU as one kernel; `ucm.sparse.compiled` compiles and runs it.
 
-The kernel reads keys and values from vLLM's blocks, each once for all heads that share them. Keys before the
-window are rotated in registers, a tile of tokens at a time, and scored; they share one running softmax with the keys
-in the window. Only the parts of a long context, which threads share, have to be merged.
+The kernel reads keys and values from vLLM's blocks, a tile of tokens at a time, each once for all heads that share
+them, and unpacks them to float32; keys before the window are rotated then. They share one running softmax with the keys
+in the window. torch merges the parts of a long context, which threads share.
 
 Each query reads its keys for itself. Chunks of prompts have many queries: `ucm.sparse.rerope` computes them with torch,
 which was as fast as a kernel that shared tiles of rotated keys among queries.
