@@ -304,6 +304,11 @@ def prefix_cache_table(block_pool: Any) -> Any:
     return getattr(block_pool, "cached_block_hash_to_block", None)
 
 
+def schedules_by_priority(scheduler: Any) -> bool:
+    """Return whether vLLM schedules and preempts by priority instead of in the order of arrival."""
+    return bool(optional(scheduler, "policy.value", "fcfs") == "priority")
+
+
 def cache_managers(scheduler: Any) -> Sequence[Any] | None:
     """Return vLLM's managers of each kind of KV cache; None before 0.9.1."""
     found: Sequence[Any] | None = optional(scheduler, "kv_cache_manager.coordinator.single_type_managers")

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -51,6 +52,7 @@ from ucm.compat import (
     cap_admission,
     is_streaming,
     optional,
+    schedules_by_priority,
     tokens_per_hash,
 )
 from ucm.errors import SparseMethodError
@@ -268,6 +270,9 @@ class ReleasedBlocks:
 
     def __init__(self, scheduler: Any, window: SinksAndWindow) -> None:
         self._manager = _manager(scheduler)
+        self._scheduler = scheduler
+        #: The requests to preempt in this step, with their own priorities.
+        self._giving_way: list[tuple[Any, Any]] = []
         self._pool = self._manager.block_pool
         self._window = window
         self.block_size = int(self._manager.block_size)
@@ -287,6 +292,7 @@ class ReleasedBlocks:
     def step_planned(self) -> None:
         """Count a scheduled step, which may be empty."""
         self._step += 1
+        self._restore_priorities()
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has lost its blocks, or is about to."""
@@ -317,6 +323,32 @@ class ReleasedBlocks:
         if wanted > end:
             self._release(request_id, end, wanted)
         return True
+
+    def give_way(self, request: Any) -> None:
+        """Make a running request the first one that vLLM preempts if blocks run out.
+
+        Otherwise vLLM would preempt the latest requests, or those of the lowest priority, until it reaches this one.
+        """
+        running = self._scheduler.running
+        if request.status.name != "RUNNING" or request not in running:
+            return
+        if schedules_by_priority(self._scheduler):
+            if not any(request is one for one, _ in self._giving_way):  # otherwise its current priority is not its own
+                self._giving_way.append((request, request.priority))
+                request.priority = sys.maxsize
+        else:
+            running.remove(request)
+            running.append(request)
+
+    def gave_way(self, request: Any) -> None:
+        """Restore the priority of a request that was preempted."""
+        if any(request is one for one, _ in self._giving_way):
+            self._restore_priorities()
+
+    def _restore_priorities(self) -> None:
+        for request, priority in self._giving_way:
+            request.priority = priority
+        self._giving_way.clear()
 
     def _known_tokens(self, request_id: str, num_computed_tokens: int) -> int:
         """Return the tokens that the request had before the oldest step in flight, including this step."""
@@ -397,10 +429,11 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
         return {**super().identity(options), "tile": cls.tile}
 
     def before_allocation(self, request: Any) -> bool:
-        """Release blocks; if the request has lost blocks, let vLLM preempt requests until it preempts this one."""
+        """Release blocks; if the request has lost blocks, make it the first one that vLLM preempts."""
         if self._blocks.release(request):
             return True
         self.tell_lost(request)
+        self._blocks.give_way(request)
         return False
 
     def tell_lost(self, request: Any) -> None:
@@ -414,6 +447,7 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
 
     def request_preempted(self, request: Any) -> None:
         """Forget the request, which starts again without blocks."""
+        self._blocks.gave_way(request)
         self._blocks.forget(request.request_id)
 
     def request_freed(self, request: Any) -> None:

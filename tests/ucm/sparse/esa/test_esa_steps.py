@@ -143,16 +143,22 @@ def test_resident_blocks_that_are_given_back_too_early_show(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_request_that_has_lost_blocks_is_computed_again(tmp_path: Path, policy: str) -> None:
-    """Those before it go on."""
+def test_a_request_that_has_lost_blocks_goes_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
+) -> None:
     engine = Engine(Setting(SOME, blocks=300, policy=policy), tmp_path, random.Random(2))  # noqa: S311
     requests = [engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60) for _ in range(5)]
     while len(engine.method._blocks._offloaded) < len(requests):
         engine.turn()
-    lost = requests[2]
-    tell_loss(engine.method._blocks._losses.path, engine.method._blocks._offloaded[lost.request_id].admission)
+    first = requests[0]
+    priority, blocks = first.priority, engine.method._blocks
+    give_way = blocks.give_way
+    # As often as anybody likes.
+    monkeypatch.setattr(blocks, "give_way", lambda request: [give_way(request) for _ in range(2)])
+    tell_loss(engine.method._blocks._losses.path, engine.method._blocks._offloaded[first.request_id].admission)
     engine.drain()
-    assert [request.num_preemptions for request in requests[:3]] == [0, 0, 1]
+    assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
+    assert first.priority == priority
     assert len(engine.answers) == len(requests)
 
 
