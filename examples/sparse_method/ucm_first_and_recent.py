@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from ucm.api import MethodOptions, Role, SparseMethod, StepBatch, keep_apart, parse_options, require_hooks
+from ucm.api import MethodOptions, Role, SparseMethod, StepBatch, keep_apart, parse_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,6 @@ class FirstAndRecent(SparseMethod):
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        require_hooks("FirstAndRecent", self.needed_hooks)
         self._recent = parse_options(FirstAndRecentOptions, "FirstAndRecent", options).recent_blocks
         self._batch: StepBatch | None = None
         self._replaced: tuple[Any, Any] | None = None

@@ -41,6 +41,7 @@ FILES = (
     f"{SPARSE}/esa/test_resident.py",
     f"{SPARSE}/test_rotation.py",
     f"{SPARSE}/test_sink_window_told.py",
+    f"{SPARSE}/test_tables.py",
     f"{SPARSE}/test_window_kernel.py",
     f"{SPARSE}/topk/test_block_topk.py",
     f"{SPARSE}/topk/test_codes.py",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.rotary import Rotary
-    from ucm.store.base import BlockGeometry, Buffer
+    from ucm.store.base import BlockGeometry
 
 #: The key in ``SamplingParams.extra_args`` under which a client asks something of the method for its own request.
 KEY = "ucm_sparse"
@@ -324,10 +324,6 @@ class BlockCopies(Protocol):
 
     def host_rows(self, layer: int, blocks: int) -> Tensor:
         """Allocate host memory for blocks of a layer, pinned for a device: ``[blocks, bytes of a block]``, uint8."""
-        ...
-
-    def memory(self, layer: int, block_id: int) -> Buffer | None:
-        """Return the memory of a block of a layer, writable bytes; None if it is on a device or in several pieces."""
         ...
 
     def read(self, block_ids: Sequence[int]) -> list[Tensor]:

@@ -49,6 +49,9 @@ class SparseMethod:
         role: The side that this instance serves.
         options: The method's own settings, as the operator wrote them.
 
+    Raises:
+        SparseMethodError: If hooks that it needs are switched off.
+
     Attributes:
         attention: The worker's attention layers; set before any other call on the worker side.
         asked: Maintained by the hooks: the layers of this worker whose attention has called the method, until all
@@ -87,6 +90,7 @@ class SparseMethod:
     optional_hooks: ClassVar[bool] = False
 
     def __init__(self, vllm_config: VllmConfig, role: Role, options: Mapping[str, Any]) -> None:
+        require_hooks(type(self).__name__, self.needed_hooks)
         self.vllm_config = vllm_config
         self.role = role
         self.options = options

@@ -24,7 +24,7 @@ import numpy as np
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     Run = Callable[..., None]
 
@@ -68,8 +68,6 @@ class Lanes:
         store: ``store(address, vector)``.
         whole: Returns the int64 at an address.
         number: The float32 at an address.
-        stored: Returns the number of the cache's dtype at an address.
-        keep: ``keep(address, vector)``: stores in the cache's dtype.
         put: ``put(address, number)``: stores a float32.
         splat: Returns a vector with a number in all lanes.
         add: Returns the sum of two vectors; ``sub`` and ``mul`` likewise.
@@ -97,8 +95,6 @@ class Lanes:
         self.store = make(None, (address, vector), self._store)
         self.number = make(number, (address,), lambda b, at: b.load(self._at(b, at, self._float), align=4))
         self.whole = make(address, (address,), lambda b, at: b.load(self._at(b, at, self._long), align=8))
-        self.stored = make(number, (address,), self._stored)
-        self.keep = make(None, (address, vector), self._keep)
         self.put = make(None, (address, number), lambda b, at, of: b.store(of, self._at(b, at, self._float), align=4))
         self.splat = make(vector, (number,), self._splat)
         self.add = make(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
@@ -157,110 +153,48 @@ class Lanes:
 
         return self._intrinsic(self._address, (), write)
 
-    def product(self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int) -> Any:
-        """Return a matrix product that keeps its sums in registers.
+    def product(
+        self, rows: int, weights_apart: int, matrix_apart: int, sums_apart: int, vectors: int, *, fresh: bool
+    ) -> Any:
+        """Return a product of float32 matrices that keeps its sums in registers; strides are in bytes.
 
         Args:
             rows: The rows of the first matrix and the result; ``rows`` times ``vectors`` sums are kept.
-            weights_apart: The row stride of the first matrix (float32), in bytes.
-            sums_apart: The row stride of the result (float32), in bytes.
-            vectors: The offsets of a row's vectors in the second matrix from the first one, in bytes; the
-                result's vectors are contiguous.
-            step: The stride of numbers in the second matrix's rows, which have the cache's dtype.
+            weights_apart: The row stride of the first matrix.
+            matrix_apart: The row stride of the second matrix.
+            sums_apart: The row stride of the result.
+            vectors: The vectors in a row of the second matrix and the result.
+            fresh: Whether the product replaces what is in the result, or else is added to it.
 
         Returns:
-            ``product(weights, matrix, offsets, begin, end, sums, fresh)``: the addresses of both matrices and of the
-            second one's row offsets in bytes (int64), the range of its rows to use, and the address of the
-            result, to which the product is added unless ``fresh`` is 1.
+            ``product(weights, matrix, begin, end, sums)``: the addresses of both matrices, the range of the second
+            one's rows to use, and the address of the result.
         """
-        address = self._address
+        size = 4 * LANES
 
-        def write(b: Any, weights: Any, matrix: Any, offsets: Any, begin: Any, end: Any, sums: Any, fresh: Any) -> None:
-            kept = self._sums(b, rows, sums_apart, len(vectors), sums)
-            with b.if_else(b.icmp_signed("==", fresh, self._long(1))) as (then, otherwise):
-                with then:
-                    for one, _ in itertools.chain(*kept):
-                        b.store(self._ir.Constant(self._vector, None), one)
-                with otherwise:
-                    for one, place in itertools.chain(*kept):
-                        b.store(self._load(b, place), one)
-            with self._cgutils.for_range(b, end, start=begin, intp=self._long) as loop:
-                row_at = self._row(b, matrix, offsets, loop.index)
-                of_matrix = [self._read(b, self._plus(b, row_at, place), step) for place in vectors]
-                self._add_products(b, kept, weights, weights_apart, loop.index, of_matrix)
-            for one, place in itertools.chain(*kept):
-                self._store(b, place, b.load(one))
-
-        return self._intrinsic(None, (address,) * 7, write)
-
-    def turned_product(
-        self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int, *, apart: int
-    ) -> Any:
-        """Return a product as of `product` with a matrix whose rows are rotated in pairs as they are read.
-
-        Args:
-            rows: See `product`, also for ``weights_apart``, ``sums_apart``, ``vectors`` and ``step``.
-            weights_apart: See there.
-            sums_apart: See there.
-            vectors: See there.
-            step: See there.
-            apart: The distance between the two rows of a pair: 1 if they are neighbours.
-
-        Returns:
-            ``product(weights, matrix, offsets, factors, factors_apart, pairs, sums)``: as there, with the address of
-            the vectors of real and imaginary parts, by pair, the offset of the second vector's, and the number of
-            pairs; the result is not added to what was there.
-        """
-        address, size = self._address, 4 * LANES
-
-        def write(
-            b: Any, weights: Any, matrix: Any, offsets: Any, factors: Any, factors_apart: Any, pairs: Any, sums: Any
-        ) -> None:
-            kept = self._sums(b, rows, sums_apart, len(vectors), sums)
-            for one, _ in itertools.chain(*kept):
-                b.store(self._ir.Constant(self._vector, None), one)
-            with self._cgutils.for_range(b, pairs, intp=self._long) as loop:
-                first = b.mul(loop.index, self._long(2)) if apart == 1 else loop.index
-                channels = first, b.add(first, self._long(apart))
-                both = [self._row(b, matrix, offsets, channel) for channel in channels]
-                at = b.add(factors, b.mul(loop.index, self._long(2 * size)))
-                turned: tuple[list[Any], list[Any]] = ([], [])
-                for n, place in enumerate(vectors):
-                    x, y = (self._read(b, self._plus(b, row, place), step) for row in both)
-                    own = b.add(at, b.mul(factors_apart, self._long(n)))
-                    real, imaginary = self._load(b, own), self._load(b, self._plus(b, own, size))
-                    turned[0].append(self._fma(b, b.fneg(y), imaginary, b.fmul(x, real)))
-                    turned[1].append(self._fma(b, x, imaginary, b.fmul(y, real)))
-                for channel, of_channel in zip(channels, turned, strict=True):
-                    self._add_products(b, kept, weights, weights_apart, channel, of_channel)
-            for one, place in itertools.chain(*kept):
-                self._store(b, place, b.load(one))
-
-        return self._intrinsic(None, (address,) * 7, write)
-
-    def _sums(self, b: Any, rows: int, apart: int, vectors: int, sums: Any) -> list[list[tuple[Any, Any]]]:
-        """Return for each row and vector of a product a variable, which becomes a register, and its address."""
-        return [
-            [
-                (self._cgutils.alloca_once(b, self._vector), self._plus(b, sums, row * apart + 4 * LANES * n))
-                for n in range(vectors)
+        def write(b: Any, weights: Any, matrix: Any, begin: Any, end: Any, sums: Any) -> None:
+            kept = [  # for each row and vector a variable, which becomes a register, and its address
+                [
+                    (self._cgutils.alloca_once(b, self._vector), self._plus(b, sums, row * sums_apart + size * n))
+                    for n in range(vectors)
+                ]
+                for row in range(rows)
             ]
-            for row in range(rows)
-        ]
+            for one, place in itertools.chain(*kept):
+                b.store(self._ir.Constant(self._vector, None) if fresh else self._load(b, place), one)
+            with self._cgutils.for_range(b, end, start=begin, intp=self._long) as loop:
+                row_at = b.add(matrix, b.mul(loop.index, self._long(matrix_apart)))
+                weight_at = b.add(weights, b.mul(loop.index, self._long(4)))
+                of_matrix = [self._load(b, self._plus(b, row_at, size * n)) for n in range(vectors)]
+                for row, of_row in enumerate(kept):
+                    of_weights = self._at(b, self._plus(b, weight_at, row * weights_apart), self._float)
+                    weight = self._splat(b, b.load(of_weights, align=4))
+                    for (one, _), read in zip(of_row, of_matrix, strict=True):
+                        b.store(self._fma(b, weight, read, b.load(one)), one)
+            for one, place in itertools.chain(*kept):
+                self._store(b, place, b.load(one))
 
-    def _row(self, b: Any, matrix: Any, offsets: Any, index: Any) -> Any:
-        """Return the address of a row of a matrix."""
-        return b.add(matrix, b.load(self._at(b, b.add(offsets, b.mul(index, self._long(8))), self._long), align=8))
-
-    def _add_products(
-        self, b: Any, kept: list[list[tuple[Any, Any]]], weights: Any, apart: int, index: Any, vectors: Sequence[Any]
-    ) -> None:
-        """Add the products of a row of vectors with each row's weight."""
-        weight_at = b.add(weights, b.mul(index, self._long(4)))
-        for row, of_row in enumerate(kept):
-            weight = self._splat(b, b.load(self._at(b, self._plus(b, weight_at, row * apart), self._float), align=4))
-            for (one, _), read in zip(of_row, vectors, strict=True):
-                b.store(self._fma(b, weight, read, b.load(one)), one)
+        return self._intrinsic(None, (self._address,) * 5, write)
 
     def _intrinsic(self, result: Any, arguments: tuple[Any, ...], write: Callable[..., Any]) -> Any:
         """Return an inlined function of these types, with the code that ``write`` emits."""
@@ -278,8 +212,6 @@ class Lanes:
             lambda _of, _a, _b, _c: made,
             lambda _of, _a, _b, _c, _d: made,
             lambda _of, _a, _b, _c, _d, _e: made,
-            lambda _of, _a, _b, _c, _d, _e, _f: made,
-            lambda _of, _a, _b, _c, _d, _e, _f, _g: made,
         )
         return self._extending.intrinsic(by_count[len(arguments)])
 
@@ -376,17 +308,6 @@ class Lanes:
             found = builder.insert_element(found, number, self._word(lane))
         return found
 
-    def _keep(self, builder: Any, address: Any, vector: Any) -> None:
-        if not self._half:
-            self._store(builder, address, vector)
-            return
-        bits = builder.bitcast(vector, self._ir.VectorType(self._word, LANES))
-        upper, one = self._all(self._word, 16), self._all(self._word, 1)
-        even = builder.and_(builder.lshr(bits, upper), one)  # round to nearest, ties to even
-        rounded = builder.lshr(builder.add(builder.add(bits, self._all(self._word, 0x7FFF)), even), upper)
-        shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
-        builder.store(builder.trunc(rounded, shorts), self._at(builder, address, shorts), align=2)
-
 
 @dataclass(frozen=True)
 class Threads:
@@ -395,12 +316,10 @@ class Threads:
     Attributes:
         own: The number of the calling thread.
         count: The number of running threads.
-        wait: A barrier: returns when all threads have called it.
     """
 
     own: Any
     count: Any
-    wait: Any
 
 
 def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
@@ -461,11 +380,9 @@ def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], No
 
 
 def _threads_of(everywhere: Any) -> Threads:
-    own, count, wait = everywhere.omp_get_thread_num, everywhere.omp_get_num_threads, everywhere.GOMP_barrier
-    for function in (own, count, wait):
-        function.argtypes = ()
-    wait.restype = None
-    return Threads(own, count, wait)
+    own, count = everywhere.omp_get_thread_num, everywhere.omp_get_num_threads
+    own.argtypes = count.argtypes = ()
+    return Threads(own, count)
 
 
 def address_as_pointer(numba: Any) -> Any:

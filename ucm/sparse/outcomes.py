@@ -1,8 +1,7 @@
-"""What a sparse method does with each request of a worker: counted by outcome, and logged at DEBUG."""
+"""What a sparse method does with each request of a worker: counted by outcome."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,17 +23,13 @@ class RequestOutcomes:
 
     Args:
         counts: The method's counters; each outcome adds to ``requests_<outcome>``.
-        logger: The method's.
     """
 
-    def __init__(self, counts: Counter[str], logger: logging.Logger) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
-        self._logger = logger
         #: The running requests, and whether an outcome has been counted.
         self._running: dict[str, bool] = {}
         self._restricted: set[str] = set()
-        #: What was last logged of each request.
-        self._told: dict[str, str] = {}
 
     def begin(self, request_ids: Iterable[str]) -> None:
         """Note the requests of a step."""
@@ -59,32 +54,10 @@ class RequestOutcomes:
             if self._running.pop(request_id, True) is False:
                 self._counts[f"requests_{SHORT}"] += 1
             self._restricted.discard(request_id)
-            self._told.pop(request_id, None)
 
     def figures(self, outcomes: Collection[str]) -> dict[str, float]:
         """Return the counts of some outcomes, as `SparseMethod.figures` names them."""
         return {f"requests.{outcome}": self._counts[f"requests_{outcome}"] for outcome in outcomes}
-
-    @property
-    def tells(self) -> bool:
-        """Whether `tell` logs anything."""
-        return self._logger.isEnabledFor(logging.DEBUG)
-
-    def tell(self, request_id: str, context: int, what: str, reads: int) -> None:
-        """Log what a request reads, if that has changed since it was last logged.
-
-        Args:
-            request_id: The request.
-            context: Its tokens after this step.
-            what: Whether it is dense, and why; the same text as long as nothing changes but its length.
-            reads: The most tokens that it reads in a layer.
-        """
-        if self._told.get(request_id) != what:
-            self._told[request_id] = what
-            self._logger.debug(
-                "[UCM.Sparse] request %s, %d tokens, %s; it reads up to %d tokens in a layer",
-                *(request_id, context, what, reads),
-            )
 
     def _count(self, request_id: str, outcome: str) -> None:
         self._running[request_id] = True

@@ -1,22 +1,21 @@
 """A sparse method that changes nothing and counts the hooks that fire in each process: for tests and ``ucm doctor``.
 
-Its only option is ``report_dir``, a directory for one counter file per process. Use an empty directory for each run,
+Its only option is ``report_dir``, a directory for one file per process. Use an empty directory for each run,
 because files of earlier runs look the same. Code that torch.compile traces, or that a replayed CUDA graph skips, runs
 no Python and is not counted.
 
-The counters are in a memory-mapped file: always current, and preserved when the process dies. A file
-``probe-<pid>.bin`` has a line of JSON with the process and the names of its counters, and one u64 per name, in the
-machine's byte order. It gets its name by a rename when it is complete; an earlier one of the same process id is
-replaced.
+Each event is appended at once, so it is kept when the process dies. A file ``probe-<pid>.log`` has a line of JSON with
+the process, and a line with the name of each event. It gets its name by a rename when the first line is complete; an
+earlier one of the same process id is replaced.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import mmap
 import multiprocessing
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,10 +43,6 @@ METADATA_RECEIVED = "metadata_received"
 #: The methods that run in the model's forward: torch.compile may trace them, so they must not modify state.
 IN_MODEL = tuple(name for name in HOOKS if name.startswith(("kv_write_", "attention_", "mla_", "layer_", "ffn_")))
 
-#: The counters of a file: the hooks, and the calls of each role.
-_NAMES = (*HOOKS, METADATA_RECEIVED, *(role.value for role in Role))
-_PLACES = {name: place for place, name in enumerate(_NAMES)}
-
 
 @dataclass(frozen=True)
 class ProcessReport:
@@ -66,36 +61,29 @@ class ProcessReport:
     counts: dict[str, int]
 
 
-class _Counters:
-    """The counters of the current process: a forked child starts its own file, from zero.
-
-    There is no lock, which a fork could leave locked: a counter has one writing thread at a time.
-    """
+class _Events:
+    """The events of the current process: a forked child starts its own file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._pid = 0
-        self._values: memoryview
+        self._file = -1
 
-    def add(self, name: str) -> None:
-        """Count an event; the first one in a process creates the file."""
+    def add(self, *names: str) -> None:
+        """Append events; the first one in a process creates the file."""
         # The process name is set some time after a fork, so os.register_at_fork would be too early.
         if os.getpid() != self._pid:
             self._create()
-        self._values[_PLACES[name]] += 1
+        os.write(self._file, "".join(f"{name}\n" for name in names).encode())
 
     def _create(self) -> None:
         pid = os.getpid()
-        about = {"pid": pid, "process": multiprocessing.current_process().name, "names": _NAMES}
-        text = json.dumps(about)
-        line = text.ljust(len(text) // 8 * 8 + 7).encode() + b"\n"
-        path = self._directory / f"probe-{pid}.bin"
+        path = self._directory / f"probe-{pid}.log"
         draft = path.with_suffix(".tmp")
-        draft.write_bytes(line + bytes(8 * len(_NAMES)))
-        with draft.open("r+b") as file:
-            values = memoryview(mmap.mmap(file.fileno(), 0))[len(line) :].cast("Q")
+        about = {"pid": pid, "process": multiprocessing.current_process().name}
+        draft.write_text(json.dumps(about) + "\n", encoding="utf-8")
         draft.replace(path)
-        self._values, self._pid = values, pid
+        self._file, self._pid = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), pid
 
 
 class Probe(SparseMethod):
@@ -113,8 +101,8 @@ class Probe(SparseMethod):
         directory = _report_dir(options)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._counters = _counters(directory)
-            self._counters.add(role.value)
+            self._events = _events(directory)
+            self._events.add(role.value)
         except OSError as error:
             raise ConfigError(
                 f"no report can be written: {error.strerror}",
@@ -143,8 +131,7 @@ class Probe(SparseMethod):
             self._count(METADATA_RECEIVED)
 
     def _count(self, name: str) -> None:
-        self._counters.add(self.role.value)
-        self._counters.add(name)
+        self._events.add(self.role.value, name)
 
 
 def _counted(name: str) -> Callable[..., Any]:
@@ -190,25 +177,25 @@ def read_reports(directory: Path) -> list[ProcessReport]:
     """
     if not directory.is_dir():
         raise UcmError("there is no such report directory", where=str(directory), fix="give the Probe's report_dir")
-    return sorted((_report(path) for path in directory.glob("probe-*.bin")), key=lambda report: report.pid)
+    return sorted((_report(path) for path in directory.glob("probe-*.log")), key=lambda report: report.pid)
 
 
 def _report(path: Path) -> ProcessReport:
     try:
-        line, values = path.read_bytes().split(b"\n", 1)
-        about = json.loads(line)
-        counts = dict(zip(map(str, about["names"]), memoryview(values).cast("Q"), strict=True))
-        roles = tuple(role for role in Role if counts.pop(role.value))
-        return ProcessReport(int(about["pid"]), str(about["process"]), roles, counts)
+        line, *names = path.read_text(encoding="utf-8").split("\n")
+        about, counts = json.loads(line), Counter(names)
+        roles = tuple(role for role in Role if counts[role.value])
+        hooks = {name: counts[name] for name in (*HOOKS, METADATA_RECEIVED)}
+        return ProcessReport(int(about["pid"]), str(about["process"]), roles, hooks)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UcmError(
-            f"a counter file cannot be read: {type(error).__name__}: {error}",
+            f"a report cannot be read: {type(error).__name__}: {error}",
             where=str(path),
             fix="remove it, or let each run write to an empty directory of its own",
         ) from error
 
 
 @functools.cache
-def _counters(directory: Path) -> _Counters:
-    """Return the counters of a directory, which both roles of a process share."""
-    return _Counters(directory)
+def _events(directory: Path) -> _Events:
+    """Return the events of a directory, which both roles of a process share."""
+    return _Events(directory)

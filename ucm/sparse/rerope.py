@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -27,7 +26,7 @@ from pydantic import Field, model_validator
 from ucm.logger import get_logger
 from ucm.rotary import turned
 from ucm.sparse.attention import Merged
-from ucm.sparse.base import SparseMethod, not_asked, require_hooks
+from ucm.sparse.base import SparseMethod, not_asked
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
@@ -56,24 +55,23 @@ TURNED_AT_ONCE = 4096
 NEEDED = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive far keys of a piece, and the queries that see any of them.
+class Run(NamedTuple):
+    """Consecutive far keys of a piece.
 
     Attributes:
         row: The request's row in the step.
+        tokens: The piece's queries, among the tokens of `BeyondWindow`.
         begin: The position of the first key, which is the start of a block.
         end: The position after the last key.
-        causal: Queries that each see the keys up to one window before them: their first and last index among the tokens
-            of `BeyondWindow`, and the number of keys that the last one sees.
-        whole: Queries that see all of the keys, likewise as indices.
+        causal: Whether each query sees the keys up to one window before it, and the last one sees all; else all see
+            all of them.
     """
 
     row: int
+    tokens: slice
     begin: int
     end: int
-    causal: tuple[int, int, int]
-    whole: tuple[int, int, int]
+    causal: bool
 
 
 class BeyondWindow:
@@ -118,10 +116,9 @@ class BeyondWindow:
         starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
         return self.positions + starts[self.pieces.rows].repeat(self._lengths)
 
-    def queries(self, block_size: int, turning: Tensor, growth: Tensor) -> Queries:
+    def queries(self, block_size: int) -> Queries:
         """Return the tokens in the form that a CPU kernel takes."""
-        rows = self.pieces.rows.repeat(self._lengths)
-        return Queries.of(rows, self.places, self.positions, block_size, turning, growth)
+        return Queries.of(self.pieces.rows.repeat(self._lengths), self.positions, block_size)
 
     def on(self, device: Any) -> tuple[Tensor, Tensor]:
         """Return `places` and `positions` on the attention's device."""
@@ -150,20 +147,16 @@ class BeyondWindow:
         return pieces, np.where(pieces.begins < window, pieces.ends, pieces.ends - pieces.begins)
 
     def runs(self, block_size: int) -> list[Run]:
-        """Return the far keys: at most `TURNED_AT_ONCE` in a run, and at least one block."""
-        window, found, before = self._window, [], 0
+        """Return the far keys: those that all queries of a piece see, `TURNED_AT_ONCE` in a run, then the others."""
+        window, found, before = self._window, list[Run](), 0
         step = max(1, TURNED_AT_ONCE // block_size) * block_size
         pieces = (of.tolist() for of in (self.pieces.rows, self.pieces.begins, self.pieces.ends))
         for row, begin, end in zip(*pieces, strict=True):
-            at = before - begin  # converts a position to an index
-            for first in range(0, end - window, step):
-                last = min(first + step, end - window)
-                # From here on, queries see all keys of the run; in the request's last run, only the last query does.
-                sees_all = end if last == end - window else max(begin, last - 1 + window)
-                sees_some = max(begin, first + window)
-                some = (sees_some + at, sees_all + at, sees_all - window - first)
-                found.append(Run(row, first, last, some, (sees_all + at, end + at, last - first)))
-            before += end - begin
+            tokens, seen_by_all = slice(before, before + end - begin), (begin - window) // block_size * block_size
+            for first in range(0, seen_by_all, step):
+                found.append(Run(row, tokens, first, min(first + step, seen_by_all), causal=False))
+            found.append(Run(row, tokens, seen_by_all, end - window, causal=True))
+            before = tokens.stop
         return found
 
 
@@ -222,7 +215,6 @@ class ReRoPE(SparseMethod):
 
     Raises:
         ConfigError: If an option is wrong.
-        SparseMethodError: If hooks are switched off.
     """
 
     attention: PartsView
@@ -233,7 +225,6 @@ class ReRoPE(SparseMethod):
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
         self._name = type(self).__name__
-        require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._leak = self._options.tokens_per_distance()
         self.counts: Counter[str] = Counter()
@@ -245,7 +236,7 @@ class ReRoPE(SparseMethod):
         self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
-        self._turned: dict[Rotary, Queries] = {}
+        self._turned: dict[Rotary, tuple[Queries, tuple[Tensor, Tensor]]] = {}
         #: By layer; None where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
@@ -289,7 +280,6 @@ class ReRoPE(SparseMethod):
         """Reduce vLLM's attention of these tokens, whose result is not used, to a few keys."""
         del kv_cache
         if self._step is not None:
-            self.layer_seen(layer_name)
             found = self._replaced.get(id(attn_metadata))
             if found is None:
                 found = attn_metadata, self._spared(self._step, layer_name, attn_metadata)
@@ -310,9 +300,9 @@ class ReRoPE(SparseMethod):
         if compiled is not None:
             few, rest = self._step.divided
             if len(few):
-                kernel, layout = compiled
-                queries, of_keys = self._for_kernel(few, self.attention.rotary(layer_name), layout.block_size)
-                kernel(query, kv_cache, table, by_head, queries, of_keys, layout.scale, self._options.window)
+                places, _ = few.on(query.device)
+                found = self._compiled(few, layer_name, query[places].float(), kv_cache, table, *compiled)
+                by_head[places] = found.to(output.dtype)
         if len(rest):
             places, _ = rest.on(query.device)
             by_head[places] = self._attention(rest, layer_name, query[places], kv_cache, table).to(output.dtype)
@@ -384,12 +374,9 @@ class ReRoPE(SparseMethod):
             of_run = slice(run.begin, blocks.stop * size)
             factors = of_keys[0][of_run], of_keys[1][of_run]
             keys = turned(keys.flatten(0, 1), factors, neox=rotary.neox).unflatten(0, keys.shape[:2])
-            for causal, (begin, end, count) in ((True, run.causal), (False, run.whole)):
-                if begin < end:
-                    tokens = slice(begin, end)
-                    whole.add(
-                        tokens, *self.attention.attend(layer_name, query[tokens], keys, values, count, causal=causal)
-                    )
+            count = run.end - run.begin
+            part = self.attention.attend(layer_name, query[run.tokens], keys, values, count, causal=run.causal)
+            whole.add(run.tokens, *part)
         return whole.output
 
     def _near(
@@ -422,19 +409,28 @@ class ReRoPE(SparseMethod):
                     get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
         return self._kernels[layer_name]
 
-    def _for_kernel(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> tuple[Queries, Tensor]:
-        """Return a step's tokens, and the rotation factors of keys, for a kernel: the same in all layers."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
+    def _compiled(
+        self,
+        step: BeyondWindow,
+        layer_name: str,
+        query: Tensor,
+        kv_cache: Tensor,
+        table: Tensor,
+        kernel: Attend,
+        layout: HeadLayout,
+    ) -> Tensor:
+        """Return what `_attention` does, by a kernel; what it needs beside the layer is the same in all layers."""
+        rotary, (_, positions) = self.attention.rotary(layer_name), step.on(query.device)
         if rotary not in self._turned:
-            if rotary not in self._tiles:
-                self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, block_size))
-            positions = torch.from_numpy(step.positions)
-            grown = self._grown(positions)
-            turning = torch.stack(rotary.factors(positions, self._far_from(positions)), 1)
-            growth = torch.ones(len(positions)) if grown is None else grown
-            self._turned[rotary] = step.queries(block_size, turning, growth)
-        return self._turned[rotary], self._tiles[rotary]
+            turning = rotary.factors(positions, self._far_from(positions))
+            self._turned[rotary] = step.queries(layout.block_size), turning
+        if rotary not in self._tiles:
+            self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, layout.block_size))
+        queries, turning = self._turned[rotary]
+        grown = self._grown(positions)
+        near = query if grown is None else query * grown[:, None, None]
+        far, of_keys = turned(near, turning, neox=rotary.neox), self._tiles[rotary]
+        return kernel(near, far, kv_cache, table, queries, of_keys, layout.scale, self._options.window)
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""

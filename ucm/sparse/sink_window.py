@@ -26,10 +26,11 @@ from ucm.compat import optional
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
-from ucm.sparse.base import not_asked, require_hooks
+from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.tables import ReadTables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -74,7 +75,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     Raises:
         ConfigError: If an option is wrong.
-        SparseMethodError: If hooks of either side are switched off.
     """
 
     options_type = SinkWindowOptions
@@ -82,14 +82,12 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        require_hooks(type(self).__name__, self.needed_hooks)
         self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window(self.tile)
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
-        self._dense: dict[str, str] = {}  #: on the worker's side: requests that read everything, and why
+        self._outcomes = RequestOutcomes(self.counts)
+        self._dense: set[str] = set()  #: on the worker's side: requests that read everything
         self._batch: StepBatch | None = None
         self._skips = False
-        self._tells = False  #: whether what requests read is still to be logged in this step
         self._rows_before = 0
         self._block_size = 0
         #: Of each metadata object of the step, the object (so that its id stays its own) and what replaces it.
@@ -142,15 +140,13 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         del runner
         ended = list(request_ids)
         self._outcomes.finish(ended)
-        for request_id in ended:
-            self._dense.pop(request_id, None)
+        self._dense.difference_update(ended)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Record the step's batch, and whether any blocks are skipped in it."""
         self._replaced.clear()
         self._batch = self._with_dense_requests(self.attention.batch(runner, scheduler_output, input_batch))
         self._outcomes.begin(self._batch.request_ids)
-        self._tells = self._outcomes.tells
         beyond = self._batch.seq_lens - 1 - (self.window.sink_tokens + self.window.window_tokens)
         self._skips = bool((beyond > 0).any())
         self._rows_before = self.counts["rows"]
@@ -159,9 +155,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Replace the metadata by one without the blocks that are skipped."""
-        if self._tells and self._batch is not None:
-            self._tells = False
-            self._tell(self._batch, self.attention.block_size(layer_name, kv_cache))
         if self._skips:
             found = self._replaced.get(id(attn_metadata))
             if found is None:
@@ -211,7 +204,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
                 continue
             dense, error = _asks_dense(asked)
             if dense:
-                self._dense[request_id] = "it asks for it" if error is None else "its options cannot be honoured"
+                self._dense.add(request_id)
                 self._outcomes.exclude([request_id], OPTED_OUT if error is None else REFUSED)
             if error is not None:
                 self.complaints.tell(request_id, error, "it is dense")
@@ -220,20 +213,8 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         dense_rows = np.array([of in self._dense for of in batch.request_ids], np.bool_)
         return replace(batch, num_prompt_tokens=np.where(dense_rows, np.iinfo(np.int64).max, batch.num_prompt_tokens))
 
-    def _tell(self, batch: StepBatch, block_size: int) -> None:
-        """Log of each request whether the step's last token of it reads all of its context."""
-        skipped = self.window.skipped(batch.seq_lens - 1, batch.num_prompt_tokens, block_size) * block_size
-        for request_id, context, left_out in zip(
-            batch.request_ids, batch.seq_lens.tolist(), skipped.tolist(), strict=True
-        ):
-            why = self._dense.get(request_id, "sinks and window hold all that it reads")
-            what = "restricted to sinks and window" if left_out else f"dense: {why}"
-            self._outcomes.tell(request_id, context, what, context - left_out)
-
     def _compacted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """The metadata with the sinks' blocks and, right behind them, those of the window and of the new tokens."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
         batch, size = self._batch, self.attention.block_size(layer_name, kv_cache)
         if batch is None:
             raise RuntimeError(f"{layer_name} ran outside a step")
@@ -246,18 +227,10 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self.counts["rows"] += int((of_rows > 0).sum())
         self.counts["blocks_skipped"] += int(of_rows.sum())
         self.counts["blocks_held"] += int((-(-batch.seq_lens[of_rows > 0] // size)).sum())
-        table = self.attention.block_table(attn_metadata)
-        seq_lens = pieces.ends - skipped * size
-        longest = int(seq_lens.max())
-        rows, gaps = (torch.from_numpy(of).to(table.device, non_blocking=True) for of in (pieces.rows, skipped))
-        columns = torch.arange(-(-longest // size), device=table.device)
-        behind = (columns >= self.window.sink_blocks(size)).long()
-        # Columns behind a row's own end are never read; they only must not point outside the table.
-        places = (columns + gaps[:, None] * behind).clamp(max=table.shape[1] - 1)
-        lens = torch.from_numpy(seq_lens.astype(np.int32)).to(table.device, non_blocking=True)
-        return self.attention.restricted(
-            layer_name, attn_metadata, table[rows[:, None], places], lens, longest, pieces.split(table.device)
-        )
+        table, lens = self.attention.block_table(attn_metadata), pieces.ends - skipped * size
+        tables = ReadTables(table, pieces.rows, lens, skipped, self.window.sink_blocks(size), size)
+        split = pieces.split(table.device)
+        return self.attention.restricted(layer_name, attn_metadata, tables.base, tables.seq_lens, tables.longest, split)
 
 
 def _asks_dense(asked: object) -> tuple[bool, ConfigError | None]:

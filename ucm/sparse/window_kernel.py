@@ -1,8 +1,8 @@
 """ReRoPE's attention of single queries on a CPU as one kernel; `ucm.sparse.compiled` compiles and runs it.
 
-The kernel reads keys and values from vLLM's blocks, each once for all heads that share them. Keys before the
-window are rotated in registers, a tile of tokens at a time, and scored; they share one running softmax with the keys
-in the window. Only the parts of a long context, which threads share, have to be merged.
+The kernel reads keys and values from vLLM's blocks, a tile of tokens at a time, each once for all heads that share
+them, and unpacks them to float32; keys before the window are rotated then. They share one running softmax with the keys
+in the window. torch merges the parts of a long context, which threads share.
 
 Each query reads its keys for itself. Chunks of prompts have many queries: `ucm.sparse.rerope` computes them with torch,
 which was as fast as a kernel that shared tiles of rotated keys among queries.
@@ -21,7 +21,7 @@ import numpy as np
 from ucm.sparse.compiled import LANES, Lanes, address_as_pointer, compile_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import HeadLayout
     from ucm.sparse.compiled import Threads
 
-    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Queries", Tensor, float, int], None]
+    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Queries", Tensor, float, int], Tensor]
 
 #: The operation that is slow without the kernel, for the log.
 SLOWLY = "attention beyond the window is computed"
@@ -41,65 +41,32 @@ ROWS = 8
 LOWEST = -1e30
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """How a block is read as vectors; offsets are in bytes, steps in numbers.
+class _Plane(NamedTuple):
+    """How a block's keys or values of a head are read as vectors: keys of a channel, values of a token.
 
     Attributes:
-        vectors: The number of key vectors in a tile: as many as have a constant stride, up to two.
-        key_behind: The offsets of these vectors from the first one.
-        key_step: The stride from a token's number to the next token's, in numbers.
-        key_vectors: ``[block_size / LANES]``: the offset of the first of 16 tokens.
-        key_channels: ``[head_size]``: the offset of a channel relative to that.
-        value_step: The stride from a channel's number to the next one's, in numbers.
-        value_tokens: ``[block_size]``: the offset of a token's first number.
-        value_vectors: ``[head_size / LANES]``: the offset of 16 channels relative to that.
-        value_pair: The stride between two such vectors; None if it is not constant.
+        step: The stride within a vector, in numbers.
+        vectors: ``[numbers in a row / LANES]``, int64: the offset of each vector in a row, in bytes.
+        rows: ``[rows]``, int64: the offset of each row from the first one, in bytes.
     """
 
-    vectors: int
-    key_behind: tuple[int, ...]
-    key_step: int
-    key_vectors: NDArray[np.int64]
-    key_channels: NDArray[np.int64]
-    value_step: int
-    value_tokens: NDArray[np.int64]
-    value_vectors: NDArray[np.int64]
-    value_pair: int | None
+    step: int
+    vectors: Tensor
+    rows: Tensor
 
     @classmethod
-    def of(cls, layout: HeadLayout) -> _Tiles | None:
-        """Return the tiles of a layout; None if its numbers cannot be read as vectors."""
-        size = 2 if layout.half else 4
-        if layout.block_size % LANES or layout.head_size % LANES:
+    def of(cls, places: NDArray[np.int64], number: int) -> _Plane | None:
+        """Return the vectors of ``[rows, numbers]`` places of numbers of so many bytes; None if there are none."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        if places.shape[1] % LANES or (places != places[:, :1] + places[:1] - places[0, 0]).any():
             return None
-        shape = layout.block_size, layout.head_size
-        keys, values = (np.array(of, np.int64).reshape(shape) for of in (layout.keys, layout.values))
-        if any((of != of[:, :1] + of[:1] - of[0, 0]).any() for of in (keys, values)):
+        row = places[0].reshape(-1, LANES)
+        step = int(row[0, 1] - row[0, 0])
+        if (row != row[:, :1] + step * np.arange(LANES)).any():
             return None
-        tokens, channels = keys[:, 0].reshape(-1, LANES), values[0].reshape(-1, LANES)
-        key_step, value_step = int(tokens[0, 1] - tokens[0, 0]), int(channels[0, 1] - channels[0, 0])
-        lanes = np.arange(LANES)
-        if (tokens != tokens[:, :1] + key_step * lanes).any() or (
-            channels != channels[:, :1] + value_step * lanes
-        ).any():
-            return None
-        firsts = channels[:, 0] - channels[0, 0]
-        apart, key_apart = (
-            set((of[1::2] - of[::2]).tolist()) if len(of) % 2 == 0 else set() for of in (firsts, tokens[:, 0])
-        )
-        behind = (0, key_apart.pop() * size) if len(key_apart) == 1 else (0,)
-        return cls(
-            len(behind),
-            behind,
-            key_step,
-            tokens[:, 0] * size,
-            (keys[0] - keys[0, 0]) * size,
-            value_step,
-            values[:, 0] * size,
-            firsts * size,
-            apart.pop() * size if len(apart) == 1 else None,
-        )
+        offsets = (row[:, 0], places[:, 0] - places[0, 0])
+        return cls(step, *(torch.from_numpy(of * number) for of in offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,71 +74,49 @@ class Queries:
     """Queries that see keys before their window.
 
     Attributes:
-        given: ``[n + 1, 4]``, int64: the row in the step, the index among the step's tokens, the position, and the
-            first part; of the last line only the part counts.
+        given: ``[n, 2]``, int64: the row in the step, and the position.
         parts: ``[parts, 3]``, int64: the query, the first block, and the block after the last.
-        turning: ``[n, 2, pairs]``, float32: the rotation factors beyond their windows, real and imaginary parts.
-        growth: ``[n]``, float32: the factors of each query's scores, besides their scale.
     """
 
     given: Tensor
     parts: Tensor
-    turning: Tensor
-    growth: Tensor
 
     @classmethod
-    def of(
-        cls,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        block_size: int,
-        *of_queries: Tensor,
-    ) -> Queries:
-        """Divide the keys of queries into parts; all arrays are ``[n]``, see `given`; then `turning` and `growth`."""
+    def of(cls, rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int) -> Queries:
+        """Divide the keys of queries into parts; both arrays are ``[n]``, see `given`."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        step = max(1, PART // block_size)
-        blocks = positions // block_size + 1
+        step, blocks = max(1, PART // block_size), positions // block_size + 1
         counts = -(-blocks // step)
-        ends = counts.cumsum()
-        given = np.zeros((len(rows) + 1, 4), np.int64)
-        given[:-1] = np.stack((rows, places, positions, ends - counts), 1)
-        given[-1, 3] = ends[-1]
         owners = np.arange(len(rows)).repeat(counts)
-        begins = (np.arange(ends[-1]) - given[owners, 3]) * step
+        begins = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * step
         parts = np.stack((owners, begins, np.minimum(begins + step, blocks[owners])), 1)
-        return cls(torch.from_numpy(given), torch.from_numpy(parts), *of_queries)
+        return cls(torch.from_numpy(np.stack((rows, positions), 1)), torch.from_numpy(parts))
 
 
 class Given(NamedTuple):
     """The arguments of a kernel: tensors, passed by address, and integers.
 
     Attributes:
-        query: See `window_kernel`, also for ``output``, ``cache`` and ``table``.
+        cache: See `window_kernel`, also for ``table`` and ``of_keys``.
         given: See `Queries`, also for ``parts``.
-        of_keys: See `by_tile`.
-        of_queries: ``turning`` of `Queries`; ``growth`` there times the scale.
-        queries: ``[2, num_queries, num_heads, head_size]``, float32, output: scaled queries, plain and rotated.
+        queries: ``[2, num_queries, num_heads, head_size]``, float32: scaled queries, plain and rotated.
         sums: ``[parts, num_heads, head_size]``, float32, output: each part's sums of values.
         softmax: ``[parts, num_heads, 2]``, float32, output: each part's maximum score and sum.
-        key_vectors: See `_Tiles`, also for ``key_channels``, ``value_tokens`` and ``value_vectors``.
-        query_apart: The stride of tokens in numbers, like ``output_apart``; ``table_apart`` is the stride of rows.
+        key_vectors: ``vectors`` of the keys' `_Plane`, ``key_channels`` its ``rows``; ``value_vectors`` and
+            ``value_tokens`` likewise.
+        table_apart: The stride of the table's rows in numbers.
         num_parts: The number of parts, like ``num_queries``.
         heads: The number of KV heads.
         block: See `HeadLayout`, also for ``head``.
         window: The number of keys that a query sees at their true distances.
     """
 
-    query: Any
-    output: Any
     cache: Any
     table: Any
     given: Any
     parts: Any
     of_keys: Any
-    of_queries: Any
-    growth: Any
     queries: Any
     sums: Any
     softmax: Any
@@ -179,8 +124,6 @@ class Given(NamedTuple):
     key_channels: Any
     value_tokens: Any
     value_vectors: Any
-    query_apart: Any
-    output_apart: Any
     table_apart: Any
     num_parts: Any
     num_queries: Any
@@ -207,92 +150,118 @@ def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | Non
         neox: Whether a pair has one number of each half (NeoX), or else two neighbours (GPT-J).
 
     Returns:
-        ``attend(query, kv_cache, table, output, queries, of_keys, scale, window)``, or None if that is impossible. It
-        writes the attention of some queries; its arguments are:
+        ``attend(near, far, kv_cache, table, queries, of_keys, scale, window)``, or None if that is impossible. It
+        returns the attention of some queries, ``[n, num_heads, head_size]``, float32; its arguments are:
 
-        - ``query``: ``[num_tokens, num_heads, head_size]``, of the cache's dtype, as vLLM has rotated it
+        - ``near``: ``[n, num_heads, head_size]``, float32: the queries, as vLLM has rotated them
+        - ``far``: the same as they see keys beyond their windows
         - ``kv_cache``: the layer's cache
         - ``table``: ``[num_reqs, max_blocks]``, int32: the step's block table
-        - ``output``: like ``query``; the rows of other tokens are not written
-        - ``queries``: the queries and the blocks that they read
+        - ``queries``: the queries' places and the blocks that they read
         - ``of_keys``: the rotation factors of keys; see `by_tile`
         - ``scale``: the scale of the layer's scores
         - ``window``: the number of keys that a query sees at their true distances, including its own
     """
-    tiles = _Tiles.of(layout)
-    if tiles is None:
+    shape, width = (layout.block_size, layout.head_size), 2 if layout.half else 4
+    keys, values = (np.array(of, np.int64).reshape(shape) for of in (layout.keys, layout.values))
+    of_keys, of_values = _Plane.of(keys.T, width), _Plane.of(values, width)
+    if of_keys is None or of_values is None:
         return None
-    run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, layout, pairs, neox, tiles, threads))
+    steps = of_keys.step, of_values.step
+    run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, layout, pairs, neox, steps, threads))
     if run is None:
         return None
     import torch  # noqa: PLC0415 - vLLM brings it
 
-    places: Sequence[Tensor] = [
-        torch.from_numpy(np.ascontiguousarray(of))
-        for of in (tiles.key_vectors, tiles.key_channels, tiles.value_tokens, tiles.value_vectors)
-    ]
+    places = of_keys.vectors, of_keys.rows, of_values.rows, of_values.vectors
 
     def attend(
-        query: Tensor, kv_cache: Tensor, table: Tensor, output: Tensor,
+        near: Tensor, far: Tensor, kv_cache: Tensor, table: Tensor,
         queries: Queries, of_keys: Tensor, scale: float, window: int,
-    ) -> None:  # fmt: skip
-        table = table.int()
-        count, parts, row = len(queries.growth), len(queries.parts), layout.num_kv_heads * layout.group
-        scaled = query.new_empty((2, count, row, layout.head_size), dtype=queries.growth.dtype)
-        sums = scaled.new_empty((parts, row, layout.head_size))
-        softmax = scaled.new_empty((parts, row, 2))
-        key_vectors, key_channels, value_tokens, value_vectors = places
+    ) -> Tensor:  # fmt: skip
+        table, owners = table.int(), queries.parts[:, 0]
+        both = torch.stack((near, far)) * (scale / math.log(2))
+        count, heads, head_size = near.shape
+        sums = near.new_empty((len(owners), heads, head_size))
+        softmax = near.new_empty((len(owners), heads, 2))
         run(
             *Given(
-                query, output, kv_cache, table, queries.given, queries.parts, of_keys, queries.turning,
-                queries.growth * scale, scaled, sums, softmax, key_vectors, key_channels, value_tokens, value_vectors,
-                query.stride(0), output.stride(0), table.stride(0), parts, count,
-                layout.num_kv_heads, layout.block, layout.head, window,
+                kv_cache, table, queries.given, queries.parts, of_keys, both, sums, softmax, *places,
+                table.stride(0), len(owners), count, layout.num_kv_heads, layout.block, layout.head, window,
             )
         )  # fmt: skip
+        most, weights = softmax.unbind(-1)
+        highest = most.new_full((count, heads), LOWEST)
+        highest = highest.scatter_reduce(0, owners[:, None].expand_as(most), most, "amax")
+        shares = (most - highest[owners]).exp2()[..., None]
+        whole = most.new_zeros((count, heads, 1)).index_add(0, owners, shares * weights[..., None])
+        return near.new_zeros(near.shape).index_add(0, owners, shares * sums) / whole
 
     return attend
 
 
 def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be handed to each other
-    numba: Any, layout: HeadLayout, pairs: int, neox: bool, tiles: _Tiles, threads: Threads
+    numba: Any, layout: HeadLayout, pairs: int, neox: bool, steps: tuple[int, int], threads: Threads
 ) -> Callable[[Any], None]:
     """Return the function of one thread, for numba to compile: all names in it are local or constants.
 
     A row is one head of a query; the rows of heads that share keys are contiguous.
     """
     of = Lanes(half=layout.half)
-    load, store, whole, number, stored, keep, put = (
-        *(of.load, of.store, of.whole, of.number),
-        *(of.stored, of.keep, of.put),
-    )
+    load, store, whole, number, put = of.load, of.store, of.whole, of.number, of.put
     splat, add, sub, mul, fma = of.splat, of.add, of.sub, of.mul, of.fma
     greater, greatest, total, exp2, within = of.greater, of.greatest, of.total, of.exp2, of.within
-    carray, thread, count, wait = numba.carray, threads.own, threads.count, threads.wait
+    carray, thread, count = numba.carray, threads.own, threads.count
     at, count_given = address_as_pointer(numba), len(Given._fields)
     to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
     size, head_size, group = layout.block_size, layout.head_size, layout.group
-    width, vectors = 2 if layout.half else 4, tiles.vectors
-    lowest, nothing, full, log2e = np.float32(LOWEST), np.float32(0), np.float32(1), np.float32(1 / math.log(2))
-    tile, vector, row_bytes = LANES * vectors, 4 * LANES, 4 * head_size
-    tile_bytes, factor_bytes = vector * vectors, 2 * vector * pairs
-    head_vectors, scratch = head_size // LANES, of.stack(ROWS * tile_bytes)
+    width, vectors = 2 if layout.half else 4, 2 - layout.block_size // LANES % 2
+    lowest, nothing, full = np.float32(LOWEST), np.float32(0), np.float32(1)
+    tile, vector, row_bytes, head_vectors = LANES * vectors, 4 * LANES, 4 * head_size, head_size // LANES
+    tile_bytes, factor_bytes, values_at_once = vector * vectors, 2 * vector * pairs, 2 - head_vectors % 2
     rows = max(n for n in range(1, ROWS + 1) if group % n == 0)
-    of_values = (0,) if tiles.value_pair is None else (0, tiles.value_pair)
-    values_at_once = len(of_values)
-    compiled: Callable[[Any], Any] = numba.njit(fastmath=True)
-    score_plain = of.product(rows, row_bytes, tile_bytes, tiles.key_behind, tiles.key_step)
-    score_turned = of.turned_product(
-        rows, row_bytes, tile_bytes, tiles.key_behind, tiles.key_step, apart=pairs if neox else 1
+    #: A tile's keys ``[head_size, tile]`` and values ``[tile, head_size]``, and scores ``[rows, tile]``, all float32.
+    key_scratch, value_scratch, score_scratch = (
+        of.stack(size=tile_bytes * head_size),
+        of.stack(tile * row_bytes),
+        of.stack(rows * tile_bytes),
     )
-    weigh = of.product(rows, tile_bytes, row_bytes, of_values, tiles.value_step)
+    read_key, read_value = (of.reading(step) for step in steps)
+    compiled: Callable[[Any], Any] = numba.njit(fastmath=True)
+    score = of.product(rows, row_bytes, tile_bytes, tile_bytes, vectors, fresh=True)
+    weigh = of.product(rows, tile_bytes, row_bytes, row_bytes, values_at_once, fresh=False)
 
     @compiled
-    def add_values(
-        scores: Any, low: Any, high: Any, base: Any, values_at: Any, values_behind: Any, sums: Any, softmax: Any
+    def put_keys(given: Any, base: Any, first: Any, begin: Any, turned_pairs: Any, to: Any) -> None:
+        """Write the keys of a tile from a vector of the block on; the first pairs of channels are rotated."""
+        for n in range(vectors):
+            source, own = base + whole(given.key_vectors + 8 * (first + n)), to + vector * n
+            factors = given.of_keys + (begin // LANES + n) * factor_bytes
+            for pair in range(turned_pairs):
+                one, other = (pair, pair + pairs) if neox else (2 * pair, 2 * pair + 1)
+                x = read_key(source + whole(given.key_channels + 8 * one))
+                y = read_key(source + whole(given.key_channels + 8 * other))
+                re, im = load(factors + 2 * vector * pair), load(factors + 2 * vector * pair + vector)
+                store(own + tile_bytes * one, sub(mul(x, re), mul(y, im)))
+                store(own + tile_bytes * other, fma(y, re, mul(x, im)))
+            for channel in range(2 * turned_pairs, head_size):
+                store(own + tile_bytes * channel, read_key(source + whole(given.key_channels + 8 * channel)))
+
+    @compiled
+    def put_values(given: Any, base: Any, first: Any, count: Any, to: Any) -> None:
+        """Write the values of so many of a tile's tokens, from a token of the block on."""
+        for token in range(count):
+            source = base + whole(given.value_tokens + 8 * (first + token))
+            for n in range(head_vectors):
+                found = read_value(source + whole(given.value_vectors + 8 * n))
+                store(to + row_bytes * token + vector * n, found)
+
+    @compiled
+    def add_rows(
+        queries: Any, keys: Any, values: Any, low: Any, high: Any, scores: Any, sums: Any, softmax: Any
     ) -> None:
-        """Compute the softmax of some rows' scores of a tile, lanes ``low`` to ``high``, and their sums of values."""
-        low, high = max(0, low), min(tile, high)
+        """Add the attention of some rows over the lanes ``low`` to ``high`` of a tile to their sums of values."""
+        score(queries, keys, 0, head_size, scores)
         cut = low > 0 or high < tile
         for row in range(rows):
             own, state = scores + tile_bytes * row, softmax + 8 * row
@@ -321,39 +290,16 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
                     store(to, mul(load(to), change))
             put(state + 4, number(state + 4) * kept + total(added))
         for n in range(0, head_vectors, values_at_once):
-            weigh(scores, base + whole(values_behind + 8 * n), values_at, low, high, sums + vector * n, 0)
-
-    @compiled
-    def put_queries(given: Any, query_of: Any, begin: Any, end: Any) -> None:
-        """Write queries ``begin`` to ``end``, scaled, and their rotated copies after all plain ones."""
-        heads = given.heads * group
-        far = given.num_queries * heads * row_bytes
-        for own in range(begin, end):
-            scale = number(given.growth + 4 * own) * log2e
-            real = given.of_queries + 8 * pairs * own
-            for head in range(heads):
-                source = given.query + (query_of[own, 1] * given.query_apart + head * head_size) * width
-                to = given.queries + row_bytes * (own * heads + head)
-                for channel in range(head_size):
-                    of_channel = stored(source + width * channel) * scale
-                    put(to + 4 * channel, of_channel)
-                    put(to + far + 4 * channel, of_channel)
-                for pair in range(pairs):
-                    one, other = (pair, pair + pairs) if neox else (2 * pair, 2 * pair + 1)
-                    x, y = number(to + 4 * one), number(to + 4 * other)
-                    re, im = number(real + 4 * pair), number(real + 4 * (pairs + pair))
-                    put(to + far + 4 * one, x * re - y * im)
-                    put(to + far + 4 * other, y * re + x * im)
+            weigh(scores, values + vector * n, low, high, sums + vector * n)
 
     @compiled
     def attend_part(given: Any, query_of: Any, part_of: Any, part: Any, head: Any) -> None:
         """Compute a query's attention over a part of its context, for the heads that share keys."""
         heads, width_of_table = given.heads, given.table_apart
         own, first_block, last_block = part_of[part]
-        row_of_step, last = query_of[own, 0], query_of[own, 2]
+        row_of_step, last = query_of[own]
         near = last - given.window + 1  # the first key at its true distance
         near_queries = given.queries + (own * heads + head) * group * row_bytes
-        far_queries = near_queries + given.num_queries * heads * group * row_bytes
         begin_row = (part * heads + head) * group
         own_sums, own_softmax = given.sums + begin_row * row_bytes, given.softmax + begin_row * 8
         for n in range(group * head_vectors):
@@ -361,7 +307,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
         for row in range(group):
             put(own_softmax + 8 * row, lowest)
             put(own_softmax + 8 * row + 4, nothing)
-        scores, channels = scratch(), given.key_channels
+        keys, values, scores = key_scratch(), value_scratch(), score_scratch()
         of_table = carray(at(given.table), ((row_of_step + 1) * width_of_table,), np.int32)
         for place in range(first_block, last_block):
             block = np.int64(of_table[row_of_step * width_of_table + place])
@@ -370,55 +316,25 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
                 begin = place * size + of_block * tile
                 if begin > last:
                     break
-                of_tile = base + whole(given.key_vectors + 8 * vectors * of_block)
-                own_values = given.value_tokens + 8 * tile * of_block
-                factors = given.of_keys + begin // LANES * factor_bytes
-                for row in range(0, group, rows):
-                    at_row, sums, softmax = row_bytes * row, own_sums + row_bytes * row, own_softmax + 8 * row
-                    if begin < near:
-                        score_turned(far_queries + at_row, of_tile, channels, factors, factor_bytes, pairs, scores)
-                        score_plain(far_queries + at_row, of_tile, channels, 2 * pairs, head_size, scores, 0)
-                        add_values(scores, 0, near - begin, base, own_values, given.value_vectors, sums, softmax)
-                    if begin + tile > near:
-                        score_plain(near_queries + at_row, of_tile, channels, 0, head_size, scores, 1)
-                        low, high = near - begin, last + 1 - begin
-                        add_values(scores, low, high, base, own_values, given.value_vectors, sums, softmax)
-
-    @compiled
-    def put_together(given: Any, query_of: Any, begin: Any, end: Any) -> None:
-        """Merge the parts of queries ``begin`` to ``end``."""
-        sums, softmax, heads = given.sums, given.softmax, given.heads * group
-        for own in range(begin, end):
-            first_part, last_part = query_of[own, 3], query_of[own + 1, 3]
-            for head in range(heads):
-                most = lowest
-                for part in range(first_part, last_part):
-                    most = max(most, number(softmax + 8 * (part * heads + head)))
-                whole_sum = nothing
-                for part in range(first_part, last_part):
-                    state = softmax + 8 * (part * heads + head)
-                    weight = greatest(exp2(splat(number(state) - most)))
-                    put(state, weight)
-                    whole_sum += weight * number(state + 4)
-                to = given.output + (query_of[own, 1] * given.output_apart + head * head_size) * width
-                for n in range(head_vectors):
-                    found = splat(nothing)
-                    for part in range(first_part, last_part):
-                        row = part * heads + head
-                        found = fma(load(sums + row_bytes * row + vector * n), splat(number(softmax + 8 * row)), found)
-                    keep(to + width * LANES * n, mul(found, splat(full / whole_sum)))
+                put_values(given, base, tile * of_block, min(tile, last + 1 - begin), values)
+                for far in range(2):
+                    low, high = (0, near - begin) if far else (near - begin, last + 1 - begin)
+                    low, high = max(0, low), min(tile, high)
+                    if low < high:
+                        put_keys(given, base, vectors * of_block, begin, pairs * far, keys)
+                        queries = near_queries + far * given.num_queries * heads * group * row_bytes
+                        for row in range(0, group, rows):
+                            to = own_sums + row_bytes * row
+                            add_rows(
+                                queries + row_bytes * row, keys, values, low, high, scores, to, own_softmax + 8 * row
+                            )
 
     def body(address: Any) -> None:
         given = Given(*to_fixed_tuple(carray(address, count_given), count_given))
-        parts, queries, heads = given.num_parts, given.num_queries, given.heads
-        query_of = carray(at(given.given), (queries + 1, 4), np.int64)
+        parts, heads = given.num_parts, given.heads
+        query_of = carray(at(given.given), (given.num_queries, 2), np.int64)
         part_of = carray(at(given.parts), (parts, 3), np.int64)
-        begin, end = queries * thread() // count(), queries * (thread() + 1) // count()
-        put_queries(given, query_of, begin, end)
-        wait()
         for n in range(parts * heads * thread() // count(), parts * heads * (thread() + 1) // count()):
             attend_part(given, query_of, part_of, n // heads, n % heads)
-        wait()
-        put_together(given, query_of, begin, end)
 
     return body

@@ -30,18 +30,15 @@ def test_each_far_key_is_seen_once_and_no_other(
         runs = found.runs(block_size)
     for run in runs:
         assert run.begin % block_size == 0
-        assert run.end - run.begin <= max(at_once, block_size)
-        for causal, (begin, end, keys) in ((True, run.causal), (False, run.whole)):
-            if begin >= end:
-                continue
-            assert keys <= run.end - run.begin
-            assert keys >= (end - begin if causal else 1)
-            for number in range(begin, end):
-                row, own = owners[number]
-                assert row == run.row
-                # The last query is aligned with the last key.
-                last = keys - (end - 1 - number) if causal else keys
-                seen.update((row, own, run.begin + key) for key in range(last))
+        keys, (begin, end) = run.end - run.begin, (run.tokens.start, run.tokens.stop)
+        assert keys <= max(at_once, block_size) or run.causal
+        assert end - begin <= keys < end - begin + block_size or not run.causal
+        for number in range(begin, end):
+            row, own = owners[number]
+            assert row == run.row
+            # The last query is aligned with the last key.
+            last = keys - (end - 1 - number) if run.causal else keys
+            seen.update((row, own, run.begin + key) for key in range(last))
     wanted = {(row, own, key) for row, own in owners for key in range(own - window + 1)}
     assert set(seen) == wanted
     assert set(seen.values()) <= {1}

@@ -120,8 +120,7 @@ class Case:
             self.kept.append((key, value))
         heads = KV_HEADS * kind.group
         new = sum(count for _, count in rows)
-        # Queries are a part of what a layer computes, output is all of it.
-        self.query = torch.randn((new, heads + 5, kind.head), generator=source).to(kind.dtype)[:, :heads]
+        self.query = torch.randn((new, heads, kind.head), generator=source).to(kind.dtype)
         longest = -(-max(lengths) // kind.size) * kind.size
         frequencies = 10_000.0 ** (-torch.arange(kind.pairs) / kind.pairs)
         angles = torch.arange(longest)[:, None] * frequencies
@@ -132,8 +131,9 @@ class Case:
         positions = torch.from_numpy(self.step.positions)
         everywhere = torch.arange(longest)
         self.of_keys = self.rotary.factors(everywhere, everywhere.float() / leak)
-        of_queries = self.rotary.factors(positions, self.far_from(positions))
-        self.queries = self.step.queries(kind.size, torch.stack(of_queries, 1), 1 + positions / 1000)
+        self.of_queries = self.rotary.factors(positions, self.far_from(positions))
+        self.growth = (1 + positions / 1000)[:, None, None]
+        self.queries = self.step.queries(kind.size)
 
     def far_from(self, positions: torch.Tensor) -> torch.Tensor:
         """Where queries see far keys from."""
@@ -143,8 +143,11 @@ class Case:
         kernel = self.kind.kernel()
         assert kernel is not None
         output = torch.full(self.query.shape, 7.0, dtype=self.kind.dtype)
+        places = torch.from_numpy(self.step.places)
+        near = self.query[places].float() * self.growth
+        far = turned(near, self.of_queries, neox=self.kind.neox)
         of_keys = by_tile(self.of_keys)
-        kernel(self.query, self.cache, self.table, output, self.queries, of_keys, 0.3, self.window)
+        output[places] = kernel(near, far, self.cache, self.table, self.queries, of_keys, 0.3, self.window).to(output)
         return output
 
     def wanted(self) -> torch.Tensor:

@@ -36,13 +36,14 @@ from ucm.compat import optional
 from ucm.config.settings import StoreSettings
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
-from ucm.sparse.base import not_asked, require_hooks
+from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach, tell_loss
-from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, reading
+from ucm.sparse.esa.resident import OffloadedContext, reading
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.tables import ReadTables
 from ucm.sparse.topk.codes import KeyCodes, ranked
 from ucm.store.config import default_offload_directory
 from ucm.store.factory import open_store
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.clock import Clock
-    from ucm.sparse.attention import BlockCopies, CopyingView, StepBatch
+    from ucm.sparse.attention import BlockCopies, CopyingView
     from ucm.sparse.base import Role
     from ucm.sparse.esa.offload_store import Fetch
     from ucm.sparse.esa.offloaded import OffloadedNews, Released
@@ -143,7 +144,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         #: Requests that are recomputed in this step.
         self._anew: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
+        self._outcomes = RequestOutcomes(self.counts)
         self.select_seconds = 0.0
         self.caches: dict[str, Tensor] = {}
         self._copies: BlockCopies | None = None
@@ -154,8 +155,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         #: The tokens that each request has after the step, and the rows that choose.
         self._seq_lens: NDArray[np.int64]
         self._rows: list[_Row] = []
-        #: The step's tables, with the metadata and the listed rows from which they were made.
-        self._tables: tuple[Any, list[Listed], OffloadedTables] | None = None
+        #: The step's tables, with the metadata and the numbers of named blocks from which they were made.
+        self._tables: tuple[Any, Sequence[int], ReadTables] | None = None
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
@@ -173,7 +174,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        require_hooks(NAME, self.needed_hooks)
         self.releases = OffloadedReleases(scheduler, self._window, self._budget, at_once=self.at_once)
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -216,7 +216,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a store that fails to open; a store that does not answer is accepted."""
-        require_hooks(NAME, self.needed_hooks)
         self.attention.require_engine()
         if optional(self.vllm_config, "cache_config.block_size"):
             _ = self._budget  # refuse one that leaves no block
@@ -280,19 +279,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             self.counts["steps"] += 1
             self.counts["rows"] += len(self._rows)
             self._outcomes.restrict(batch.request_ids[of.row] for of in self._rows)
-        if self._outcomes.tells:
-            self._tell(batch, choosing)
-
-    def _tell(self, batch: StepBatch, choosing: NDArray[np.int64]) -> None:
-        """Log of each request whether the step's last token of it reads all of its context."""
-        size, budget = self._size, self._budget
-        for request_id, context, between in zip(
-            batch.request_ids, batch.seq_lens.tolist(), choosing.tolist(), strict=True
-        ):
-            what, left_out = f"dense: no more than {budget * size} tokens are between sinks and window", 0
-            if between:
-                what, left_out = f"restricted, with {budget * size} tokens between sinks and window", between - budget
-            self._outcomes.tell(request_id, context, what, context - left_out * size)
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
@@ -352,6 +338,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def _restrict(self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """Load the needed blocks into resident ones, and return metadata that reads them."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
         table = self.attention.block_table(attn_metadata)
         for row in self._rows:  # none of the blocks without codes is freed yet
             codes, first = self._codes(row.offloaded, layer_name, kv_cache), row.offloaded.first
@@ -361,22 +349,30 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         chosen = self._best(ranks)
         while not self._bring(layer_name, chosen):  # something was lost: choose again from what is left
             chosen = self._best(ranks)
-        listed, places, blocks = [], [], []
+        places, blocks = [], []
         for row, of_row in zip(self._rows, chosen, strict=True):
             slots = row.offloaded.layers[layer_name].slots([place for place in of_row if place < row.freed])
-            listed.append(Listed(row.row, row.choosing, len(of_row)))
             places += of_row
             blocks += [*(row.offloaded.resident[slot] for slot in slots), *[-1] * (len(of_row) - len(slots))]
             self.counts["blocks_read"] += len(of_row)
             self.counts["blocks_stored"] += row.choosing
-        # The same for all layers, unless a loss leaves a layer fewer blocks to read.
-        if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != listed:
+        tables = self._tables_of(layer_name, kv_cache, attn_metadata, [len(of_row) for of_row in chosen])
+        at, held = torch.tensor([places, blocks], dtype=torch.int64).to(table.device)
+        named = tables.naming(torch.where(held < 0, table[tables.cells[0], at], held))
+        return self.attention.restricted(layer_name, attn_metadata, named, tables.seq_lens, tables.longest)
+
+    def _tables_of(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, reads: Sequence[int]) -> ReadTables:
+        """Return tables that name so many blocks of each row: the same for all layers, unless a layer has lost some."""
+        if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != reads:
             self._require_size(layer_name, kv_cache)
-            sinks = self._window.sink_blocks(self._size)
-            self._tables = attn_metadata, listed, OffloadedTables(self._seq_lens, listed, table, sinks, self._size)
-        tables = self._tables[2]
-        named = tables.naming(places, blocks)
-        return self.attention.restricted(layer_name, attn_metadata, named, tables.seq_lens, tables.max_seq_len)
+            left_out, named = np.zeros((2, len(self._seq_lens)), np.int64)
+            for row, count in zip(self._rows, reads, strict=True):
+                left_out[row.row], named[row.row] = row.choosing - count, count
+            lens, sinks = self._seq_lens - left_out * self._size, self._window.sink_blocks(self._size)
+            table = self.attention.block_table(attn_metadata)
+            made = ReadTables(table, np.arange(len(lens)), lens, left_out, sinks, self._size, named)
+            self._tables = attn_metadata, reads, made
+        return self._tables[2]
 
     def _summarise(self, codes: KeyCodes, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
         """Append the codes of some blocks in the cache."""
@@ -433,21 +429,14 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def _fetch(
         self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
     ) -> tuple[Fetch, list[int]]:
-        """Start to load missing places: into resident blocks if these are in host memory, else into a buffer.
-
-        Returns:
-            The load, and the resident block of each place.
-        """
+        """Start to load missing places into host memory; return the load, and the resident block of each place."""
         index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
-        copies, resident = self._known_copies, offloaded.resident
+        resident = offloaded.resident
         slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
-        blocks = [resident[slot] for slot in slots]
-        into = [copies.memory(index, block) for block in blocks] if self._opened.loads_in_place else [None]
-        in_place = [memory for memory in into if memory is not None]
-        return self._opened.fetch(index, places, in_place if len(in_place) == len(places) else None), blocks
+        return self._opened.fetch(index, places), [resident[slot] for slot in slots]
 
     def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, blocks: Sequence[int]) -> bool:
-        """Wait for a load, and copy a buffer into resident blocks; return whether all blocks arrived."""
+        """Wait for a load, and copy it into resident blocks; return whether all blocks arrived."""
         lost = set(self._opened.wait(fetch))
         if lost:
             if not offloaded.lost:
@@ -456,7 +445,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             offloaded.lost |= {place - offloaded.first for place in places}
             offloaded.layers[layer_name].clear(places)
         rows = [row for row in range(len(fetch.wanted)) if row not in lost]
-        if fetch.rows is not None and rows:
+        if rows:
             data = fetch.rows[rows] if lost else fetch.rows
             self._known_copies.write(self._places[layer_name], [blocks[row] for row in rows], data)
         self.counts["fetched"] += len(rows)

@@ -17,8 +17,6 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ucm.background import call_later
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
@@ -72,13 +70,13 @@ class Fetch:
     """A running load of blocks of one layer.
 
     Attributes:
-        rows: ``[blocks, bytes of a block]``, uint8: their destination in host memory; None if that is the KV cache.
+        rows: ``[blocks, bytes of a block]``, uint8: their destination in host memory.
         wanted: The admission and place of each.
         loads: The rows that the store loads.
         task: The store's task, if any.
     """
 
-    rows: Tensor | None
+    rows: Tensor
     wanted: Sequence[tuple[int, int]]
     loads: list[tuple[int, BlockTransfer]]
     task: Task | None
@@ -97,8 +95,6 @@ class OffloadStore:
         clock: Time and threads.
 
     Attributes:
-        loads_in_place: Whether a load may write into the KV cache itself: not from a medium that may answer late, when
-            the block has another content.
         counts: ``saved``, ``loaded`` and ``from_host`` (block-layers), ``kept`` (blocks that stay in host memory),
             ``retried`` and ``lost`` loads.
     """
@@ -109,7 +105,6 @@ class OffloadStore:
         self._clock = clock
         self._copies = copies
         self._engine = engine
-        self.loads_in_place = config.pipeline.strip() == "Dram"
         #: The directories of blocks, once the store is open.
         self._layouts: list[Layout] = []
         # The prefix identifies a dead engine's leftovers, and exempts a running one's blocks from eviction.
@@ -159,25 +154,22 @@ class OffloadStore:
         if self._refused and not under_way and self._clock.monotonic() >= self._retry_at:
             self._save_refused()
 
-    def fetch(self, layer: int, wanted: Sequence[tuple[int, int]], into: Sequence[Buffer] | None = None) -> Fetch:
-        """Start to load one layer of some blocks.
+    def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
+        """Start to load one layer of some blocks into host memory.
 
         Args:
             layer: The layer.
             wanted: The admission and place of each, without duplicates.
-            into: The memory of each, of which no other task reads or writes until the load has ended; None allocates
-                host memory. A block that is lost leaves anything there.
         """
-        rows = self._copies.host_rows(layer, len(wanted)) if into is None else None
-        targets = [_memory(row) for row in rows] if rows is not None else list(into or ())
+        rows = self._copies.host_rows(layer, len(wanted))
         loads: list[tuple[int, BlockTransfer]] = []
-        for row, ((admission, place), target) in enumerate(zip(wanted, targets, strict=True)):
+        for row, (admission, place) in enumerate(wanted):
             kept = self._kept[admission]
             copy = kept.copies.get(place)
             if copy is not None:
-                np.copyto(np.frombuffer(target, np.uint8), copy[layer].numpy())
+                rows[row] = copy[layer]
             else:
-                loads.append((row, BlockTransfer(kept.keys[place], [target], layer)))
+                loads.append((row, BlockTransfer(kept.keys[place], [_memory(rows[row])], layer)))
         self.counts["from_host"] += len(wanted) - len(loads)
         task = self._store.load([transfer for _, transfer in loads]) if loads else None
         return Fetch(rows, wanted, loads, task)

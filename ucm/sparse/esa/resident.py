@@ -1,4 +1,4 @@
-"""What a step's tokens read under `ucm.sparse.esa.method`: resident blocks, the offloaded ones they need, block tables.
+"""What a step's tokens read under `ucm.sparse.esa.method`: resident blocks, and the offloaded ones they need.
 
 What a token reads depends only on its request's content and its own position. All tokens of a prompt read everything,
 and so does a generated one while the offloaded context before its tile fits into the budget. Beyond that, a generated
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.blocks import SinksAndWindow
@@ -52,73 +51,6 @@ def reading(
             fix="build the overlay anew, and install it in every environment of the engine",
         )
     return choosing
-
-
-class Listed(NamedTuple):
-    """A row with an explicit list of offloaded blocks to read.
-
-    Attributes:
-        row: Its index in the step.
-        extent: The number of blocks after the sinks that contain the listed ones.
-        reads: The number of listed blocks.
-    """
-
-    row: int
-    extent: int
-    reads: int
-
-
-class OffloadedTables:
-    """The part of a step's block tables that all layers share.
-
-    Args:
-        seq_lens: ``[num_reqs]``: the tokens that each request has after the step.
-        listed: The rows with listed blocks; the others read everything.
-        block_table: ``[num_reqs or more, max_blocks]``, int32, on the attention's device.
-        sinks: The number of blocks before the offloaded context.
-        block_size: Tokens in a block.
-    """
-
-    def __init__(
-        self, seq_lens: NDArray[np.int64], listed: Sequence[Listed], block_table: Tensor, sinks: int, block_size: int
-    ) -> None:
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        skipped, behind = np.zeros_like(seq_lens), np.full_like(seq_lens, sinks)
-        for row, extent, reads in listed:
-            skipped[row], behind[row] = extent - reads, sinks + reads
-        lens = seq_lens - skipped * block_size
-        self.max_seq_len = int(lens.max())
-        device = block_table.device
-        self.seq_lens = torch.from_numpy(lens.astype(np.int32)).to(device)
-        columns = np.arange(-(-self.max_seq_len // block_size))
-        # The columns past a row's end are never read, but must be inside the table.
-        moved = columns + skipped[:, None] * (columns >= behind[:, None])
-        index = torch.from_numpy(moved.clip(max=block_table.shape[1] - 1)).to(device)
-        self._whole = block_table
-        self._base = block_table[: len(seq_lens)].gather(1, index)
-        rows = np.repeat([of.row for of in listed], [of.reads for of in listed]).astype(np.int64)
-        columns = np.concatenate([np.arange(sinks, sinks + of.reads) for of in listed])
-        #: The cells of the listed blocks.
-        self._cells = torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
-
-    def naming(self, places: Sequence[int], blocks: Sequence[int]) -> Tensor:
-        """Return a layer's block table.
-
-        Args:
-            places: The places of the listed blocks in their requests, row by row.
-            blocks: The resident block of each; -1 if it is still in place.
-
-        Returns:
-            ``[num_reqs, blocks]``, int32.
-        """
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        table = self._base.clone()
-        both = torch.tensor([places, blocks], dtype=torch.int64).to(table.device)
-        held = self._whole[self._cells[0], both[0]]
-        table[self._cells] = torch.where(both[1] < 0, held, both[1].to(table.dtype))
-        return table
 
 
 class ResidentLayer:

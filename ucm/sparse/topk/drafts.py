@@ -84,9 +84,8 @@ class Chosen:
 
     def serves(self, plan: SelectionPlan) -> bool:
         """Return whether further drafts may read the same blocks: of the same rows, up to the same newest blocks."""
-        first = self.plan
-        whole = first.all_rows and plan.all_rows and first.request_ids == plan.request_ids
-        return whole and np.array_equal(first.blocks, plan.blocks)
+        sparse = all(len(of.rows) == len(of.seq_lens) for of in (self.plan, plan))
+        return sparse and self.plan.request_ids == plan.request_ids and np.array_equal(self.plan.blocks, plan.blocks)
 
 
 class SparseDrafts(BlockTopK):
@@ -236,7 +235,7 @@ class SparseDrafts(BlockTopK):
                 self.counts["accepted"] += len(new) - 1
                 if self._payoff is not None:
                     self._payoff.judged(request_id, made[request_id], len(new) - 1)
-            long = planner.thresholds(request_id)[1] < num_tokens[row]
+            long = planner.most_dense(request_id) < num_tokens[row]
             if new and long and left[row] > 0 and request_id not in self._dense and not self._sampling:
                 chosen[request_id] = row
         numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
@@ -282,9 +281,9 @@ class SparseDrafts(BlockTopK):
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
             self._steer(planner, request_id, asked)
-        self._missing = planner.missing(batch, self._dense.keys())
+        self._missing = planner.missing(batch, self._dense)
         if self._drafting:
-            self._plan = plan = planner.plan(batch, self._dense.keys())
+            self._plan = plan = planner.plan(batch, self._dense)
             first = self._chosen
             if plan is None or first is None or not first.serves(plan):
                 self._chosen = None

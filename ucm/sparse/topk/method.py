@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, SparseMethod, not_asked, require_hooks
+from ucm.sparse.base import Role, SparseMethod, not_asked
 from ucm.sparse.blocks import NEEDED, keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
@@ -92,7 +93,6 @@ class BlockTopK(SparseMethod):
 
     Raises:
         ConfigError: If an option is wrong.
-        SparseMethodError: If its hooks are switched off.
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
@@ -104,7 +104,6 @@ class BlockTopK(SparseMethod):
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
         self._name = type(self).__name__
-        require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
         self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
@@ -121,12 +120,11 @@ class BlockTopK(SparseMethod):
         #: A layer's metadata, and the ids of the missing blocks.
         self._missing_ids: tuple[Any, Tensor] | None = None
         self._asked = False  #: whether a layer of this step has called the method
-        #: The requests that stay dense, and why.
-        self._dense: dict[str, str] = {}
+        self._dense: set[str] = set()  #: the requests that stay dense
         self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, self._logger)
+        self._outcomes = RequestOutcomes(self.counts)
         self._samples = AttentionSamples(self._options.sample_every)
         self.select_seconds = 0.0
 
@@ -283,7 +281,7 @@ class BlockTopK(SparseMethod):
         ended = list(request_ids)
         self._outcomes.finish(ended)
         for request_id in ended:
-            self._dense.pop(request_id, None)
+            self._dense.discard(request_id)
             self._steered.discard(request_id)
             if self._planner is not None:
                 self._planner.forget(request_id)
@@ -327,16 +325,6 @@ class BlockTopK(SparseMethod):
                 attn_metadata = self._restrict(self._plan, layer_name, query, kv_cache, attn_metadata)
         self.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
-
-    def attention_finished(
-        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
-    ) -> None:
-        """Measure a sample."""
-        del query, attn_metadata, output
-        sample = self._samples.of(layer_name)
-        if sample is not None:
-            with self._dense_on_failure(layer_name, [sample.request_id]):
-                self._samples.measure(sample, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """Count the step; raise if no layer called the method, because the step was then not restricted."""
@@ -392,7 +380,8 @@ class BlockTopK(SparseMethod):
         chosen, lens = self._choose(plan, layer_name, query, kv_cache, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
-            self._samples.begin(layer_name, plan, query, table, chosen)
+            keys = partial(self.attention.read_keys, layer_name, kv_cache)
+            self._samples.measure(layer_name, plan, query, table, chosen, keys)
         self.counts["blocks_read"] += int(plan.totals.sum())
         self.counts["blocks_held"] += int(plan.blocks.sum())
         longest = int(plan.seq_lens.max())
@@ -412,23 +401,8 @@ class BlockTopK(SparseMethod):
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
             self._steer(planner, request_id, asked)
-        self._plan = planner.plan(batch, self._dense.keys())
-        self._missing = planner.missing(batch, self._dense.keys())
-        if self._outcomes.tells:
-            self._tell(planner, batch, self._plan)
-
-    def _tell(self, planner: SelectionPlanner, batch: StepBatch, plan: SelectionPlan | None) -> None:
-        """Log of each request that generates what it reads, when that changes other than by a token."""
-        size = planner.budget.block_size
-        reads = {} if plan is None else dict(zip(plan.request_ids, plan.totals.tolist(), strict=True))
-        for row in np.flatnonzero(batch.seq_lens > batch.num_prompt_tokens).tolist():
-            request_id, context = batch.request_ids[row], int(batch.seq_lens[row])
-            budget, least = planner.thresholds(request_id)
-            what = f"restricted, with a budget of {budget} tokens"
-            if request_id not in reads:
-                few = f"it has no more than {least}, of which {budget} are its budget"
-                what = f"dense: {self._dense.get(request_id, few)}"
-            self._outcomes.tell(request_id, context, what, reads.get(request_id, 0) * size or context)
+        self._plan = planner.plan(batch, self._dense)
+        self._missing = planner.missing(batch, self._dense)
 
     def _steer(self, planner: SelectionPlanner, request_id: str, asked: object) -> None:
         """Apply a request's settings, or make it dense; in some releases they arrive again when it is resumed."""
@@ -442,12 +416,12 @@ class BlockTopK(SparseMethod):
         except ConfigError as error:
             self._outcomes.exclude([request_id], REFUSED)
             self.complaints.tell(request_id, error, "it is dense")
-            self._dense[request_id] = "its options cannot be honoured"
+            self._dense.add(request_id)
         else:
             if options is not None:
                 return
             self._outcomes.exclude([request_id], OPTED_OUT)
-            self._dense[request_id] = "it asks for it"
+            self._dense.add(request_id)
 
     def _make_missing(self, missing: MissingBlocks, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> None:
         """Make the representatives of blocks from the cache."""
@@ -483,7 +457,7 @@ class BlockTopK(SparseMethod):
 
     def _fail(self, request_ids: Sequence[str], layer_name: str, error: Exception) -> None:
         """Make these requests dense from now on, including this step's further layers; others stay sparse."""
-        self._dense.update(dict.fromkeys(request_ids, "a step of it failed"))
+        self._dense.update(request_ids)
         if self._planner is not None and self._missing is not None:
             for request_id in self._missing.request_ids:  # a later step makes what this one does not in further layers
                 self._planner.forget_made(request_id)

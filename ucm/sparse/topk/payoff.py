@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 #: The samples of a cost that count, and the weight that older cycles keep in a chance of acceptance.
 LAST, KEPT = 9, 0.98
-#: The gain from which on a request is drafted that was not; one that is drafted stays so until it gains nothing.
-WORTHWHILE = 1.05
 #: The steps without drafts that are measured first, and the most drafted steps after which one more is: at first fewer.
 FIRST, AGAIN = 2, 64
 #: The steps of a trial, its drafts, which are also a request's first ones, and the share of the time that trials may
@@ -33,20 +31,13 @@ FIRST, AGAIN = 2, 64
 TRIAL, FEW, LOSS, REST = 3, 2, 0.01, 100
 
 
-@dataclass(slots=True)
-class Typical:
-    """The median of the last samples, of two in the middle the lower one: an interruption only makes some too long.
+def _samples() -> deque[float]:
+    return deque(maxlen=LAST)
 
-    Attributes:
-        last: These samples.
-    """
 
-    last: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
-
-    @property
-    def value(self) -> float:
-        """The median; 0 without samples."""
-        return median_low(self.last) if self.last else 0.0
+def typical(samples: deque[float]) -> float:
+    """Return the median, of two in the middle the lower one, as an interruption only makes some too long; 0 of none."""
+    return median_low(samples) if samples else 0.0
 
 
 @dataclass(slots=True)
@@ -84,26 +75,20 @@ class Costs:
         since: Steps with drafts since one without was measured.
     """
 
-    plain: Typical = field(default_factory=Typical)
-    verify: Typical = field(default_factory=Typical)
-    make: Typical = field(default_factory=Typical)
+    plain: deque[float] = field(default_factory=_samples)
+    verify: deque[float] = field(default_factory=_samples)
+    make: deque[float] = field(default_factory=_samples)
     since: int = 0
 
-    @property
-    def known(self) -> bool:
-        """Whether drafts have been made and verified."""
-        return bool(self.make.last and self.verify.last)
-
-    def best(self, chance: float, most: int, at_least: float) -> int:
-        """Return how many drafts yield most tokens per second; 0 unless they yield ``at_least`` times as many as none.
+    def best(self, chance: float, most: int) -> int:
+        """Return how many drafts yield most tokens per second; 0 if they yield no more than none.
 
         Args:
             chance: That a draft is accepted, if those before it are.
             most: The most drafts.
-            at_least: The gain.
         """
-        ratio = max(0.0, self.verify.value + self.make.value) / self.plain.value
-        tokens, best = 1.0, (at_least, 0)
+        ratio = max(0.0, typical(self.verify) + typical(self.make)) / typical(self.plain)
+        tokens, best = 1.0, (1.0, 0)
         for number in range(1, most + 1):
             tokens += chance**number
             best = max(best, (tokens / (1 + ratio * number), number))
@@ -148,7 +133,6 @@ class Payoff:
         self._costs: dict[tuple[int, int], Costs] = {}
         self._chances: dict[str, Chance] = {}
         self._all = Chance()
-        self._on: set[str] = set()
         self._step: Step | None = None  #: None while prompts are computed
         self._trial = 0  #: the steps that are left of a trial
         self._owed = 0.0  #: the seconds without a trial that are due
@@ -182,13 +166,13 @@ class Payoff:
         if step is None or not request_ids:
             return {}
         costs = self._of(step)
-        if len(costs.plain.last) < FIRST:
+        if len(costs.plain) < FIRST:
             return {}
-        found = self._gaining(request_ids, costs) if costs.known else {}
+        found = self._gaining(request_ids, costs) if costs.make and costs.verify else {}
         if self._trial or self._owed <= 0:
             found |= self._tried([name for name in request_ids if name not in found], step, costs)
         costs.since += bool(found)
-        if costs.since > min(AGAIN, 2 ** len(costs.plain.last)):
+        if costs.since > min(AGAIN, 2 ** len(costs.plain)):
             costs.since = 0
             return {}
         return found
@@ -197,12 +181,10 @@ class Payoff:
         """Return the best numbers of drafts by what is known."""
         found = {}
         for request_id in request_ids:
-            chance = self._chances.get(request_id, Chance()).value(self._all)
-            known = request_id in self._on
-            number = costs.best(chance, self._most, 1.0 if known else WORTHWHILE)
+            known = self._chances.get(request_id)
+            number = costs.best((known or Chance()).value(self._all), self._most)
             if number:  # what others accepted promises little of this one's text
-                found[request_id] = number if known else min(FEW, number)
-        self._on = self._on.difference(request_ids).union(found)
+                found[request_id] = min(FEW, number) if known is None else number
         return found
 
     def _tried(self, request_ids: Sequence[str], step: Step, costs: Costs) -> dict[str, int]:
@@ -210,7 +192,7 @@ class Payoff:
         if not request_ids:
             return {}
         if not self._trial:
-            self._trial, self._owed = TRIAL, REST * costs.plain.value
+            self._trial, self._owed = TRIAL, REST * typical(costs.plain)
         self._trial -= 1
         step.trial = True
         return dict.fromkeys(request_ids, min(FEW, self._most))
@@ -224,7 +206,6 @@ class Payoff:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._chances.pop(request_id, None)
-        self._on.discard(request_id)
 
     def _of(self, step: Step) -> Costs:
         """Return the costs of steps with about as many requests and tokens: fewer than 1.42 times as many tokens."""
@@ -232,15 +213,15 @@ class Payoff:
 
     def _measure(self, step: Step, took: float) -> None:
         costs = self._of(step)
-        plain = costs.plain.value
+        plain = typical(costs.plain)
         if step.made:
-            costs.make.last.append(step.making / step.made)
+            costs.make.append(step.making / step.made)
         if not step.verified:
-            costs.plain.last.append(took - step.making)
+            costs.plain.append(took - step.making)
         elif plain:
-            costs.verify.last.append((took - step.making - plain) / step.verified)
+            costs.verify.append((took - step.making - plain) / step.verified)
         if step.trial:
-            more = costs.verify.value * step.verified + costs.make.value * step.made
+            more = typical(costs.verify) * step.verified + typical(costs.make) * step.made
             self._owed += max(0.0, more - plain * (step.tokens - 1)) / LOSS
         else:
             self._owed -= took

@@ -10,7 +10,6 @@ later work for how well blocks are chosen. It is not the quality of answers, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,29 +29,6 @@ HELD = 0.95
 AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """A row of a step in one layer, whose attention is still to run.
-
-    Attributes:
-        layer_name: The layer.
-        request_id: The request.
-        query: ``[1, num_heads, head_size]``.
-        block_ids: ``[blocks]``, int64: the blocks of its context.
-        tokens: The tokens of its context.
-        read: ``[n]``, int32: the blocks that it reads; what follows their tokens is not read.
-        read_tokens: The number of tokens in them.
-    """
-
-    layer_name: str
-    request_id: str
-    query: Tensor
-    block_ids: Tensor
-    tokens: int
-    read: Tensor
-    read_tokens: int
-
-
 class AttentionSamples:
     """Takes samples, and adds up the shares of attention that were kept.
 
@@ -67,18 +43,24 @@ class AttentionSamples:
         self.taken = 0
         self._every = every
         self._choices = 0
-        self._running: Sample | None = None
         #: By layer the number of samples, and the sums of `kept_and_needed` on the device: nothing waits for them.
         self._sums: dict[str, tuple[int, Tensor]] = {}
 
     def due(self) -> bool:
         """Count a choice of a layer in a step; return whether one of its rows is to be measured."""
-        self._running = None
         self._choices += 1
         return self._choices % self._every == FIRST % self._every
 
-    def begin(self, layer_name: str, plan: SelectionPlan, query: Tensor, block_table: Tensor, table: Tensor) -> None:
-        """Take one of a choice's rows as a sample.
+    def measure(
+        self,
+        layer_name: str,
+        plan: SelectionPlan,
+        query: Tensor,
+        block_table: Tensor,
+        table: Tensor,
+        read_keys: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Measure one of a choice's rows; they take turns.
 
         Args:
             layer_name: The layer.
@@ -86,35 +68,17 @@ class AttentionSamples:
             query: ``[num_tokens, num_heads, head_size]``.
             block_table: ``[num_reqs or more, max_blocks]``, int32: the dense one.
             table: ``[pieces, blocks]``, int32: the blocks that are read.
+            read_keys: Returns the keys of some blocks, ``[n, block_size, num_kv_heads, head_size]``.
         """
         row = self.taken % len(plan.rows)
         piece, token = int(plan.rows[row]), int(plan.tokens[row])
-        of_request, blocks = int(plan.pieces.rows[piece]), int(plan.blocks[row])
-        self._running = Sample(
-            layer_name,
-            plan.request_ids[row],
-            query[token : token + 1].clone(),
-            block_table[of_request, :blocks].long(),
-            int(plan.pieces.ends[piece]),
-            table[piece].clone(),
-            int(plan.seq_lens[piece]),
-        )
-
-    def of(self, layer_name: str) -> Sample | None:
-        """Return the sample to measure after a layer's attention, if there is one."""
-        return self._running if self._running is not None and self._running.layer_name == layer_name else None
-
-    def measure(self, sample: Sample, read_keys: Callable[[Tensor], Tensor]) -> None:
-        """Measure a sample, now that the step's keys are in the cache.
-
-        Args:
-            sample: From `of`.
-            read_keys: Returns the keys of some blocks, ``[n, block_size, num_kv_heads, head_size]``.
-        """
-        self._running = None
-        found = kept_and_needed(sample, read_keys)
-        taken, sums = self._sums.get(sample.layer_name, (0, None))
-        self._sums[sample.layer_name] = taken + 1, found if sums is None else sums + found
+        held = block_table[int(plan.pieces.rows[piece]), : int(plan.blocks[row])].long()
+        # What follows the blocks that it reads is in the table only because other rows are longer.
+        read = table[piece, : int(plan.totals[row])]
+        before = int(plan.pieces.ends[piece]) - 1
+        found = kept_and_needed(query[token : token + 1], held, before, read, read_keys)
+        taken, sums = self._sums.get(layer_name, (0, None))
+        self._sums[layer_name] = taken + 1, found if sums is None else sums + found
         self.taken += 1
 
     @property
@@ -134,23 +98,28 @@ class AttentionSamples:
         )
 
 
-def kept_and_needed(sample: Sample, read_keys: Callable[[Tensor], Tensor]) -> Tensor:
+def kept_and_needed(
+    query: Tensor, held: Tensor, tokens: int, read: Tensor, read_keys: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return which share of its attention a row gives to what it reads, and the least share of its blocks with `HELD`.
 
-    Both are float64, and the attention is the mean over the heads. Other arguments: see `AttentionSamples.measure`.
+    Both are float64, and the attention is the mean over the heads. The row's own token is left out: its key may not be
+    in the cache yet.
+
+    Args:
+        query: ``[1, num_heads, head_size]``.
+        held: ``[blocks]``, int64: the blocks of the row's context.
+        tokens: The tokens of its context before its own.
+        read: ``[n]``, int32: the blocks that it reads.
+        read_keys: See `AttentionSamples.measure`.
     """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    first = read_keys(sample.block_ids[:1])
-    size = first.shape[1]
-    parts = [
-        products(sample.query, read_keys(some)[None])
-        for some in sample.block_ids.split(max(1, AT_ONCE // first.numel()))
-    ]
-    masses = masses_of(torch.cat(parts, -1), size, sample.tokens)[0]
-    columns = torch.arange(len(sample.read), device=sample.read.device) * size
-    read = sample.read.masked_fill(columns >= sample.read_tokens, -1)
-    kept = (masses * torch.isin(sample.block_ids, read)).sum().double()
+    first = read_keys(held[:1])
+    at_once = max(1, AT_ONCE // first.numel())
+    parts = [products(query, read_keys(some)[None]) for some in held.split(at_once)]
+    masses = masses_of(torch.cat(parts, -1), first.shape[1], tokens)[0]
+    kept = (masses * torch.isin(held, read)).sum().double()
     # The whole context has it, even if rounding makes the sum smaller.
     needed = ((masses.sort(descending=True).values.cumsum(0) < HELD).sum() + 1).clamp(max=len(masses)) / len(masses)
     return torch.stack((kept, needed.double()))

@@ -9,6 +9,7 @@ import numpy as np
 
 from ucm.errors import SparseMethodError
 from ucm.sparse.blocks import QueryPieces
+from ucm.sparse.tables import ReadTables
 from ucm.sparse.topk.codes import ranked
 
 if TYPE_CHECKING:
@@ -105,7 +106,6 @@ class SelectionPlan:
         blocks: ``[sparse]``, int64: the number of blocks that each row has.
         totals: ``[sparse]``, int64: the number of blocks that each row reads.
         seq_lens: ``[pieces]``, int32: the number of tokens that each piece reads.
-        dense_blocks: The largest number of blocks of a dense piece; 0 if there is none.
     """
 
     budget: BlockBudget
@@ -116,12 +116,6 @@ class SelectionPlan:
     blocks: NDArray[np.int64]
     totals: NDArray[np.int64]
     seq_lens: NDArray[np.int32]
-    dense_blocks: int
-
-    @property
-    def all_rows(self) -> bool:
-        """Whether no piece is dense."""
-        return len(self.rows) == len(self.seq_lens)
 
 
 def dense_tokens(tokens: NDArray[np.int64], min_context: int | None, worthwhile: int) -> NDArray[np.int64]:
@@ -190,7 +184,6 @@ class SelectionPlanner:
                 where="the hook limit_new_tokens of the scheduler",
                 fix="build the overlay anew, and install it in every environment of the engine",
             )
-        dense = blocks[~sparse]
         return SelectionPlan(
             budget=budget,
             pieces=pieces,
@@ -200,7 +193,6 @@ class SelectionPlanner:
             blocks=blocks[rows],
             totals=totals[rows],
             seq_lens=lens.astype(np.int32),
-            dense_blocks=int(dense.max()) if len(dense) else 0,
         )
 
     def missing(self, batch: StepBatch, excluded: AbstractSet[str]) -> MissingBlocks | None:
@@ -227,10 +219,9 @@ class SelectionPlanner:
             return None
         return MissingBlocks([batch.request_ids[row] for row in rows.tolist()], rows, begins[rows], ends[rows])
 
-    def thresholds(self, request_id: str) -> tuple[int, int]:
-        """Return a request's budget in tokens, without a share, and the largest context with which it is dense."""
-        total = self._of(request_id).total
-        return total * self.budget.block_size, int(self._dense_tokens(np.array([total]))[0])
+    def most_dense(self, request_id: str) -> int:
+        """Return the largest context, in tokens, with which a request is dense."""
+        return int(self._dense_tokens(np.array([self._of(request_id).total]))[0])
 
     def _totals(self, batch: StepBatch) -> NDArray[np.int64]:
         """Return the number of blocks that a decode of each request reads, ``[num_reqs]``."""
@@ -273,8 +264,8 @@ class SelectionPlanner:
         self._made.pop(request_id, None)
 
 
-class RestrictedTables:
-    """The block tables of a plan; tensors that all layers share are computed once.
+class RestrictedTables(ReadTables):
+    """The block tables of a plan; see `ReadTables`.
 
     Args:
         plan: The plan.
@@ -284,34 +275,28 @@ class RestrictedTables:
     def __init__(self, plan: SelectionPlan, block_table: Tensor) -> None:
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-        budget, device = plan.budget, block_table.device
-        self._rows = torch.from_numpy(plan.rows).to(device)
-        most, total = int(plan.blocks.max()), int(plan.totals.max())
-        chosen = plan.totals - budget.sinks - budget.recent
+        budget, device, of_table = plan.budget, block_table.device, plan.pieces.rows
+        left_out, named = np.zeros((2, len(of_table)), np.int64)
+        left_out[plan.rows] = plan.blocks - plan.totals
+        named[plan.rows] = chosen = plan.totals - budget.sinks - budget.recent
+        super().__init__(block_table, of_table, plan.seq_lens, left_out, budget.sinks, budget.block_size, named)
         #: The largest number of blocks that a row chooses; and each row's, ``[sparse, 1]``, int64, if they differ.
         self._most_chosen = int(chosen.max())
-        self._chosen = None if (plan.totals == total).all() else torch.from_numpy(chosen).to(device)[:, None]
-        if plan.pieces.whole:
-            whole = block_table[: len(plan.seq_lens)]
-        else:
-            whole = block_table[torch.from_numpy(plan.pieces.rows).to(device)]
-        #: ``[sparse, most]``: the complete block tables of the sparse rows.
-        mine = whole[:, :most] if plan.all_rows else whole[self._rows, :most]
-        self._dense = None if plan.all_rows else whole[:, : max(plan.dense_blocks, total)]
-        self._sinks = mine[:, : budget.sinks]
-        ends = torch.from_numpy(plan.blocks).to(device)
-        newest = ends[:, None] + torch.arange(-budget.recent, 0, device=device)
-        self._recent = mine.gather(1, newest)
+        self._chosen = None if (chosen == chosen[0]).all() else torch.from_numpy(chosen).to(device)[:, None]
+        sparse = np.zeros_like(named)
+        sparse[plan.rows] = np.arange(len(chosen))
+        #: Which of ``[sparse, most]`` chosen blocks the cells are.
+        self._taken = torch.from_numpy(sparse).to(device)[self.cells[0]], self.cells[1] - budget.sinks
+        mine = torch.from_numpy(of_table[plan.rows]).to(device)
+        last = int(plan.blocks.max()) - budget.recent
         #: ``[sparse, candidates]``, int64: the blocks to choose from; shorter rows end with padding, see `hidden`.
-        self.candidates = mine[:, budget.sinks : most - budget.recent].long()
-        last = ends - budget.recent - budget.sinks
+        self.candidates = block_table[mine, budget.sinks : last].long()
         #: ``[sparse, candidates]``: whether an entry is padding behind the end of a shorter row; None if none is.
         self.hidden = None
-        if len(set(plan.blocks.tolist())) > 1:
-            self.hidden = torch.arange(self.candidates.shape[1], device=device) >= last[:, None]
+        if (plan.blocks != plan.blocks[0]).any():
+            ends = torch.from_numpy(plan.blocks - budget.recent - budget.sinks).to(device)
+            self.hidden = torch.arange(self.candidates.shape[1], device=device) >= ends[:, None]
         self.tokens = torch.from_numpy(plan.tokens).to(device)
-        self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
-        self.max_seq_len = int(plan.seq_lens.max())
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
@@ -337,22 +322,11 @@ class RestrictedTables:
         """
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-        most, own = self._most_chosen, self._chosen
         order = ranked(scores)
         if self.hidden is not None:
             order = order.masked_fill(self.hidden, -1)
-        best = order.topk(most, -1, sorted=own is not None).indices
-        if own is not None:  # a row that chooses fewer blocks gets the last candidate in the surplus entries
-            places = torch.arange(most, device=best.device)
-            best = best.masked_fill(places >= own, self.candidates.shape[1] - 1)
-        chosen = self.candidates.gather(1, best.sort(-1).values).to(self._sinks.dtype)
-        table = torch.cat((self._sinks, chosen, self._recent), 1)
-        if own is not None:  # move its recent blocks in front of the surplus entries, which no kernel reads
-            columns = torch.arange(table.shape[1], device=table.device)
-            left_out = (columns >= self._sinks.shape[1] + own) * (most - own)
-            table = table.gather(1, (columns + left_out).clamp(max=table.shape[1] - 1))
-        if self._dense is None:
-            return table
-        whole = self._dense.clone()
-        whole[self._rows, : table.shape[1]] = table
-        return whole
+        best = order.topk(self._most_chosen, -1, sorted=self._chosen is not None).indices
+        if self._chosen is not None:  # the surplus entries of a row that chooses fewer blocks come last
+            places = torch.arange(self._most_chosen, device=best.device)
+            best = best.masked_fill(places >= self._chosen, self.candidates.shape[1] - 1)
+        return self.naming(self.candidates.gather(1, best.sort(-1).values)[self._taken])

@@ -122,4 +122,4 @@ def test_a_wrong_option_is_told_beside_a_directory_that_does_not_answer(
 def test_hooks_that_are_off_are_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"UCM_DISABLE_{group}_PATCH", "1")
     with pytest.raises(SparseMethodError, match="ESA needs hooks that are switched off"):
-        ESA(config(), Role.SCHEDULER, {}).scheduler_started(SimpleNamespace(connector=None))
+        ESA(config(), Role.SCHEDULER, {})

@@ -9,12 +9,11 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_inside.py runs these beside it")
 
 import numpy as np
-import torch
 
 from tests.ucm.sparse.steps import step
 from ucm.errors import SparseMethodError
 from ucm.sparse.blocks import SinksAndWindow
-from ucm.sparse.esa.resident import Listed, OffloadedTables, ResidentLayer, reading
+from ucm.sparse.esa.resident import ResidentLayer, reading
 
 BLOCK = 4
 
@@ -54,17 +53,3 @@ def test_tokens_of_a_prompt_read_everything_and_generated_ones_beyond_the_budget
     assert reading(step(("back", 34, 3, 30)), window, 6, np.array([0]), BLOCK).tolist() == [0]
     with pytest.raises(SparseMethodError, match="several tokens of an answer"):
         reading(step(("back", 58, 3, 30)), window, 6, np.array([0]), BLOCK)
-
-
-def test_tables_name_sinks_chosen_and_latest_blocks() -> None:
-    # Rows: one reads everything; one chooses two of its eight blocks; one loads all of its three released blocks.
-    table = torch.arange(100, 100 + 3 * 16, dtype=torch.int32).view(3, 16)
-    tables = OffloadedTables(np.array([10, 53, 30]), [Listed(1, 8, 2), Listed(2, 3, 3)], table, 1, BLOCK)
-    assert tables.seq_lens.tolist() == [10, 53 - 6 * BLOCK, 30]
-    assert tables.max_seq_len == 30
-    made = tables.naming([2, 8, 1, 2, 3], [7, -1, 3, 2, 4])
-    assert made.dtype == torch.int32
-    assert made[0, :3].tolist() == [100, 101, 102]
-    assert made[1, :8].tolist() == [116, 7, 124, *range(116 + 9, 116 + 14)]
-    assert made[2, :8].tolist() == [132, 3, 2, 4, *range(136, 140)]
-    assert table[1, 1] == 117, "the runner's own table stays as it is"

@@ -18,7 +18,6 @@ from tests.ucm.sparse.steps import step
 from tests.ucm.sparse.told import told_meanwhile, warnings
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.integration.vllm.metric_names import METRICS
-from ucm.logger import get_logger
 from ucm.sparse.base import Role
 from ucm.sparse.topk.method import BlockTopK, GSAOnDevice
 
@@ -623,24 +622,6 @@ def test_blocks_read_are_counted_by_each_row_s_budget() -> None:
     batch = step(("a", 30, 1, 8), ("b", 28, 1, 8), a={"token_budget": 24})
     run(made, batch, metadata(batch, TABLES[:2]), cache())
     assert (made.counts["blocks_read"], made.counts["blocks_held"]) == (2 * (6 + 5), 2 * (8 + 8))
-
-
-def test_what_a_request_reads_is_told_at_debug_when_it_changes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    caplog.set_level("DEBUG", get_logger().name)
-    made, kv = method(), cache()
-    for computed in (18, 19, 20, 21):
-        batch = step(("a", computed, 1, 8), ("b", computed, 1, 8), ("c", computed, 1, 30), b=False)
-        run(made, batch, metadata(batch, TABLES), kv)
-    records = {id(record): record.getMessage() for record in caplog.records if record.levelname == "DEBUG"}
-    few, reads = "it has no more than 20, of which 20 are its budget", "it reads up to"
-    assert list(records.values()) == [
-        f"[UCM.Sparse] request a, 19 tokens, dense: {few}; {reads} 19 tokens in a layer",
-        f"[UCM.Sparse] request b, 19 tokens, dense: it asks for it; {reads} 19 tokens in a layer",
-        f"[UCM.Sparse] request a, 21 tokens, restricted, with a budget of 20 tokens; {reads} 20 tokens in a layer",
-    ]
 
 
 def test_a_request_has_a_share_of_its_own() -> None:

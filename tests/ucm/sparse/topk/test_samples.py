@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.ucm.sparse.fake_view import metadata
 from tests.ucm.sparse.steps import step
-from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, KV_HEADS, LAYERS, LONG, SIZE, cache, method, run, view_of
+from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, KV_HEADS, LAYERS, LONG, SIZE, cache, method, run
 from ucm.sparse.topk import samples
 from ucm.sparse.topk.samples import masses_of, products
 
@@ -40,10 +41,10 @@ def test_the_share_is_that_of_what_is_read() -> None:
         for number, used in enumerate(run(made, batch, metadata(batch, tables), kv, query)[1:]):
             count = -(-int(used.seq_lens[number]) // SIZE)
             read = used.block_table[number, :count].tolist()
-            masses = by_block(query[number], kv[0], tables[number], computed + 1 - number)
-            kept[LAYERS[1 + number]] += sum(masses[place] for place in range(8) if tables[number][place] in read)
+            masses = by_block(query[number], kv[0], tables[number], computed - number)
+            kept[LAYERS[1 + number]] += sum(of for place, of in enumerate(masses) if tables[number][place] in read)
             largest = list(accumulate(sorted(masses, reverse=True)))
-            needed += (1 + sum(held < 0.95 for held in largest)) / len(masses)
+            needed += (1 + sum(held < 0.95 for held in largest)) / 8
     found, wanted = made.figures(), sum(kept.values())
     assert found["attention_samples"] == 4
     assert found["attention_kept"] == pytest.approx(wanted, abs=1e-5)
@@ -75,20 +76,18 @@ def test_few_choices_are_measured_and_all_layers_get_their_turn(monkeypatch: pyt
     for _ in range(14):
         made.execute_begin(None, None, batch)
         for name in LAYERS:
-            used = made.attention_begin(name, query, query, query, kv, metadata(batch, [LONG]))[3]
             before = made.figures()["attention_samples"]
-            made.attention_finished(name, query, kv, used, query)
+            made.attention_begin(name, query, query, query, kv, metadata(batch, [LONG]))
             measured += [name] * int(made.figures()["attention_samples"] - before)
         made.execute_finished(None, None, None)
     assert measured == [LAYERS[1], LAYERS[2], LAYERS[1], LAYERS[2]]  # the choices 3, 10, 17 and 24 of two layers
 
 
-def test_a_failure_to_measure_makes_its_request_dense() -> None:
+def test_a_failure_to_measure_makes_the_requests_of_its_step_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     made, kv, batch = method(sample_every=1), cache(), step(("a", 29, 1, 8))
     query, dense = torch.ones((1, HEADS, HEAD)), metadata(batch, [LONG])
     made.execute_begin(None, None, batch)
-    made.attention_begin(LAYERS[1], query, query, query, kv, dense)
-    view_of(made).unreadable = (LAYERS[1],)
-    made.attention_finished(LAYERS[1], query, kv, dense, query)
-    assert made.attention_begin(LAYERS[2], query, query, query, kv, dense)[3] is dense
+    monkeypatch.setattr(samples, "kept_and_needed", Mock(side_effect=RuntimeError("no memory")))
+    for name in LAYERS:
+        assert made.attention_begin(name, query, query, query, kv, dense)[3] is dense
     assert made.counts["requests_failed"] == 1

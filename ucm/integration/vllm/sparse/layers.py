@@ -27,7 +27,7 @@ from ucm.compat import (
     rotates_in_float,
 )
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory
 from ucm.integration.vllm.sparse import ascend, latent, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
 from ucm.integration.vllm.sparse.cpu import CpuBackend
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import BlockCopies
-    from ucm.store.base import Buffer
 
 #: vLLM's class of rotary embeddings whose angles are multiples of the position.
 PLAIN = "RotaryEmbedding"
@@ -398,7 +397,6 @@ class RawBlocks:
     def __init__(self, kv_caches: Mapping[str, Tensor], block_size: int) -> None:
         group = CacheGroup(0, block_size, None, {}, tuple(kv_caches))
         self._memory = DeviceMemory(group, kv_caches, None, {})
-        self._host = HostMemory(group, kv_caches, None, {}) if self._memory.device.type == "cpu" else None
         self.layer_names = tuple(layout.name for layout in self._memory.layouts)
         self.geometry = self._memory.geometry
 
@@ -408,11 +406,6 @@ class RawBlocks:
 
         pinned = self._memory.device.type != "cpu"
         return torch.empty((blocks, self._memory.layouts[layer].block_bytes), dtype=torch.uint8, pin_memory=pinned)
-
-    def memory(self, layer: int, block_id: int) -> Buffer | None:
-        """See `BlockCopies.memory`."""
-        found = self._host.buffers([block_id], range(layer, layer + 1)) if self._host is not None else []
-        return found[0] if len(found) == 1 else None
 
     def read(self, block_ids: Sequence[int]) -> list[Tensor]:
         """See `BlockCopies.read`."""

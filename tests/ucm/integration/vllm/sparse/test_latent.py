@@ -252,7 +252,9 @@ def test_a_sample_measures_the_attention_to_latent_keys(monkeypatch: pytest.Monk
     requests = Requests(layer(scale=0.15), monkeypatch, {**OPTIONS, "sample_every": 1}, [20 * BLOCK])
     query = random(1, HEADS, PLAIN + ROTATED)
     _, used = requests.decode(query)
-    shares = requests.attended(0, query).mean(0).unflatten(0, (-1, BLOCK)).sum(-1)
+    earlier = requests.attended(0, query)
+    earlier[:, -1] = 0
+    shares = (earlier / earlier.sum(-1, keepdim=True)).mean(0).unflatten(0, (-1, BLOCK)).sum(-1)
     found = requests.method.figures()
     assert (found["attention_samples"], requests.method.counts["failures"]) == (1, 0)
     assert found["attention_kept"] == pytest.approx(float(shares[read_of(requests, used, 0)].sum()), abs=1e-5)
