@@ -199,7 +199,6 @@ class BlendSchedulerSide(SchedulerSide):
         found.slab = plan.slab and self._chunk_slab.address
         written = self.blending.written(found)
         plan.fresh_block_ids |= written
-        plan.looks |= bool(found.blends)
         plan.saves += self.blending.saves(scheduler_output)
         plan.late_saves = left_alone(plan.late_saves, written, self.counters)
         return plan

@@ -81,7 +81,6 @@ class StepPlan:
         epoch: How often the blocks got new keys, counted from 0. A worker whose weights changed ignores plans of the
             epoch in which it noticed the change, and of earlier ones.
         verify: The weights may have changed: check all of them before the step.
-        looks: Check the weights although this plan moves nothing: the step moves other blocks, or waits for a lookup.
         confirmed: The last step before which all ranks checked their weights and found no change; saves of later steps
             are held back. None with one rank, whose own check decides.
         slab: The address of the staging slab, until every rank has answered.
@@ -98,11 +97,15 @@ class StepPlan:
     idle: bool = False
     epoch: int = 0
     verify: bool = False
-    looks: bool = False
     confirmed: int | None = None
     slab: SlabAddress | None = None
     authentication: str = ""
     blend: BlendPlan | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is loaded, saved or blended."""
+        return bool(self.loads or self.saves or self.late_saves or (self.blend is not None and self.blend.blends))
 
 
 @dataclass(slots=True)

@@ -384,27 +384,16 @@ class PrefixCacheScheduler:
         late, self._late = self._late, []
         plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self.counters), fresh
         if plan.idle and not plan.loads:
-            self._check_or_wait(plan)
+            self._wait()
         return plan
 
-    def _check_or_wait(self, plan: StepPlan) -> None:
-        """Let the workers check their weights, once for each lookup; then wait for the lookups, or for keys.
-
-        A load checks the weights in any case. After a pause that may mean every byte, and an early check spares the
-        load this.
-        """
+    def _wait(self) -> None:
+        """Wait a little for lookups, or if there are none for keys."""
         pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
-        unchecked = [lookup for lookup in pending if not lookup.checked]
-        if not pending:
-            self._block_keys.wait(IDLE_SECONDS)
-        elif any(lookup.finished for lookup in pending):
-            return
-        elif unchecked:
-            plan.looks = True
-            for lookup in unchecked:
-                lookup.checked = True
-        else:
+        if pending:
             self.stager.wait(pending, IDLE_SECONDS)
+        else:
+            self._block_keys.wait(IDLE_SECONDS)
 
     def _take_blocks(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""

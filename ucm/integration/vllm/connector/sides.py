@@ -592,15 +592,13 @@ class WorkerSide:
         )
 
     def _look_at_weights(self, plan: StepPlan) -> None:
-        looks = plan.verify or plan.looks or bool(plan.loads or plan.saves or plan.late_saves)
+        looks = plan.verify or plan.moves
         if looks and (plan.verify or plan.confirmed is not None):
             self.report.looked = plan.step
         if self._weights is None:
             return
         self._weights.step()
-        if not looks:
-            return
-        if self._weights.changed(wholly=plan.verify, early=plan.idle and not plan.loads):
+        if looks and self._weights.changed(wholly=plan.verify):
             self.report.changed = plan.epoch
             get_logger(__name__).warning(
                 "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old identity"
