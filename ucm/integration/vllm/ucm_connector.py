@@ -31,8 +31,7 @@ from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refu
 from ucm.integration.vllm.connector.hints import SAVED, is_handed_on
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
-from ucm.integration.vllm.metric_names import copied, merge, summary
-from ucm.integration.vllm.prometheus import SeriesSet, client_classes
+from ucm.integration.vllm.metrics import SeriesSet, client_classes, copied, merge, summary
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_left_out
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-    from ucm.integration.vllm.metric_names import StatsData
+    from ucm.integration.vllm.metrics import StatsData
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 
