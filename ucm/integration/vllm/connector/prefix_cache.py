@@ -167,10 +167,12 @@ class RequestState:
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: ConnectorCounters) -> list[BlockMoves]:
     """Return late saves without chunks that the step may write before they are saved; count those as lost."""
     for moves in late:
-        left = [(key, blocks) for key, blocks in moves.chunks() if written.isdisjoint(blocks)]
+        chunks = zip(moves.chunks(), moves.depths, strict=True)
+        left = [(key, blocks, depth) for (key, blocks), depth in chunks if written.isdisjoint(blocks)]
         if len(left) < len(moves.keys):
             counters.failed("save", "other", len(moves.keys) - len(left))
-            moves.keys, moves.block_ids = [key for key, _ in left], [block for _, blocks in left for block in blocks]
+            moves.keys, moves.depths = [key for key, _, _ in left], [depth for _, _, depth in left]
+            moves.block_ids = [block for _, blocks, _ in left for block in blocks]
     return [moves for moves in late if moves.keys]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from ucm.background import call_within, wait_while_it_shrinks
 from ucm.clock import SYSTEM
@@ -13,7 +13,6 @@ from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLos
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.logger import get_logger
-from ucm.store.base import Task
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
@@ -21,12 +20,9 @@ if TYPE_CHECKING:
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, Part
-    from ucm.integration.vllm.connector.saving import SaveTask
-    from ucm.integration.vllm.connector.transfer import GroupTransfer
+    from ucm.integration.vllm.connector.transfer import GroupTransfer, SaveTask
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.base import BlockKey, StoreError, TaskResult
-
-T = TypeVar("T", bound=Task)
+    from ucm.store.base import BlockKey, StoreError, Task, TaskResult
 
 logger = get_logger(__name__)
 
@@ -44,11 +40,11 @@ WITHIN_STEPS = LoadPolicy(between_steps=False)
 
 
 @dataclass(slots=True)
-class UnderWay(Generic[T]):
-    """A load or a save in progress."""
+class Load:
+    """A load in progress."""
 
     moves: BlockMoves
-    task: T
+    task: Task
 
 
 class TransferWorker:
@@ -99,13 +95,13 @@ class TransferWorker:
         self._policy = policy
         self._layer_wise = layer_wise
         self._plan = StepPlan(0)
-        self._loading: list[UnderWay[Task]] = []  # for requests that wait between steps
-        self._portions: dict[tuple[Part, int], list[UnderWay[Task]]] = {}  # of the step's loads
-        self._under_way: list[UnderWay[SaveTask]] = []
-        self._begun: list[UnderWay[SaveTask]] = []  # saves whose layers are being computed
+        self._loading: list[Load] = []  # for requests that wait between steps
+        self._portions: dict[tuple[Part, int], list[Load]] = {}  # of the step's loads
+        self._under_way: list[SaveTask] = []
+        self._begun: list[SaveTask] = []  # saves whose layers are being computed
         self._copied: dict[Part, set[int]] = {}  # these layers
         self._saved = False  # whether the step's saves have begun
-        self._unconfirmed: list[tuple[UnderWay[SaveTask], int]] = []  # with the epoch of each
+        self._unconfirmed: list[tuple[SaveTask, int]] = []  # with the epoch of each
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
@@ -180,13 +176,13 @@ class TransferWorker:
         """Load a plan's blocks; return when they are loaded or, for requests that wait between steps, at once."""
         if self._policy.between_steps:
             for moves in self._of_parts(plan.loads):
-                self._loading.append(UnderWay(moves, self._start_load(moves, self._layers(moves.of))))
+                self._loading.append(Load(moves, self._start_load(moves, self._layers(moves.of))))
             return
         for portion in range(PORTIONS if self._layer_wise else 1):
             for moves in self._of_parts(plan.loads):
                 layers = self._portion(moves.of, portion)
                 if layers:
-                    load = UnderWay(moves, self._start_load(moves, layers))
+                    load = Load(moves, self._start_load(moves, layers))
                     self._portions.setdefault((moves.of, portion), []).append(load)
         if not (self._layer_wise and self.overlaps):
             self._finish_portions()
@@ -229,7 +225,7 @@ class TransferWorker:
         share = moves.shares[self._places[moves.of]] if moves.places else 0
         return self.groups[moves.of].load(moves, layers, share)
 
-    def finish_load(self, load: UnderWay[Task], *, whole: bool = True) -> None:
+    def finish_load(self, load: Load, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
 
         Args:
@@ -281,7 +277,7 @@ class TransferWorker:
     def _settle(self) -> None:
         if self.settles:
             for save in self._under_way:
-                save.task.copied.wait()
+                save.copied.wait()
 
     def _own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
         """Return the saves that this rank performs."""
@@ -311,7 +307,7 @@ class TransferWorker:
             self._begun = self._begun or [self._begin_save(moves) for moves in self._own(self._plan.saves)]
             for save in self._begun:
                 if save.moves.of == part:
-                    transfer.copy(save.task, save.moves.block_ids, range(at, at + 1))
+                    transfer.copy(save, range(at, at + 1))
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that failed to load since the last call; vLLM may call this before ``save``."""
@@ -355,27 +351,27 @@ class TransferWorker:
         """Return the sum of the transfers in progress and the bytes not written yet."""
         self._finish_saves(set())
         self._loading = [load for load in self._loading if not load.task.check()]
-        waiting = sum(transfer.waiting_bytes for transfer in self.groups.values())
+        waiting = sum(transfer.room.taken_bytes for transfer in self.groups.values())
         return len(self._loading) + len(self._under_way) + waiting
 
     def _close_transfers(self) -> None:
         for transfer in self.groups.values():
             transfer.close()
 
-    def _begin_save(self, moves: BlockMoves) -> UnderWay[SaveTask]:
+    def _begin_save(self, moves: BlockMoves) -> SaveTask:
         """Begin to save blocks, whose layers are then copied."""
-        save = UnderWay(moves, self.groups[moves.of].save(moves.keys, moves.depths, moves.retain_until))
+        save = self.groups[moves.of].save(moves)
         self._under_way.append(save)
         return save
 
-    def _finish_copies(self, save: UnderWay[SaveTask], copied: Collection[int]) -> None:
+    def _finish_copies(self, save: SaveTask, copied: Collection[int]) -> None:
         """Copy the layers of blocks that were not copied one by one, and write the blocks."""
-        moves, layers = save.moves, self._layers(save.moves.of)
+        of, layers = save.moves.of, self._layers(save.moves.of)
         for some in [range(at, at + 1) for at in layers if at not in copied] if copied else [layers]:
-            self.groups[moves.of].copy(save.task, moves.block_ids, some)
+            self.groups[of].copy(save, some)
         self._confirm(save)
 
-    def _confirm(self, save: UnderWay[SaveTask]) -> None:
+    def _confirm(self, save: SaveTask) -> None:
         """Write blocks as soon as no rank's weights had changed by the last step that computed some of their KV.
 
         Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
@@ -384,13 +380,13 @@ class TransferWorker:
         found a change.
         """
         if self._plan.confirmed is None or save.moves.step <= self._plan.confirmed:
-            self.groups[save.moves.of].confirm(save.task)
+            self.groups[save.moves.of].confirm(save)
         else:
             self._unconfirmed.append((save, self._plan.epoch))
 
-    def _drop(self, save: UnderWay[SaveTask]) -> None:
-        self.counters.failed("save", "other", len(save.task.rows))  # chunks without a row have failed already
-        self.groups[save.moves.of].drop(save.task)
+    def _drop(self, save: SaveTask) -> None:
+        self.counters.failed("save", "other", len(save.rows))  # chunks without a row have failed already
+        self.groups[save.moves.of].drop(save)
 
     def _drop_begun(self) -> None:
         """Drop the saves of a step that did not end."""
@@ -400,15 +396,15 @@ class TransferWorker:
 
     def _finish_saves(self, block_ids: set[int]) -> None:
         """Process finished saves, and wait until none reads one of these blocks."""
-        still: list[UnderWay[SaveTask]] = []
+        still: list[SaveTask] = []
         for save in self._under_way:
             of = save.moves.of
             if not block_ids.isdisjoint(save.moves.block_ids):
-                save.task.copied.wait()
-            if not save.task.check():
+                save.copied.wait()
+            if not save.check():
                 still.append(save)
                 continue
-            result = save.task.wait()
+            result = save.wait()
             if self.reports_stored:
                 for key, tier in result.done.items():
                     self._stored.setdefault((of[0], key), {})[self._places[of]] = tier

@@ -20,7 +20,7 @@ from ucm.testing.blocks import files
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
-from ucm.integration.vllm.connector.transfer import StagedTransfer, Stream
+from ucm.integration.vllm.connector.transfer import SaveTask, StagedTransfer, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.tensors import Tensor
-    from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockTransfer, KVStore, TaskResult
 
 pytest_plugins = ("tests.simulated",)
@@ -136,9 +135,9 @@ class Setup:
 
     def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int], *layers: range) -> SaveTask:
         """Copy some layers after the other, by default all at once, and confirm the save."""
-        task = self.transfer.save(keys, range(len(keys)))
+        task = self.transfer.save(moves(keys, blocks))
         for some in layers or (ALL,):
-            self.transfer.copy(task, blocks, some)
+            self.transfer.copy(task, some)
         self.transfer.confirm(task)
         return task
 
@@ -189,10 +188,9 @@ def test_layers_are_moved_apart(setup: Setup) -> None:
 
 
 def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
-    tasks = [setup.transfer.save(keys, range(len(keys))) for keys in (KEYS[:3], KEYS[3:5])]
-    setup.transfer.copy(tasks[0], range(3), ALL)
-    setup.transfer.copy(tasks[1], range(3, 5), ALL)
+    tasks = [setup.transfer.save(moves(KEYS[at], range(8)[at])) for at in (slice(3), slice(3, 5))]
     for task in tasks:
+        setup.transfer.copy(task, ALL)
         task.copied.wait()
         assert not task.check()
     setup.transfer.confirm(tasks[0])
@@ -200,7 +198,7 @@ def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
     assert set(tasks[0].wait().done) == set(KEYS[:3])
     assert tasks[1].wait().done == {}
     assert setup.store.inner.lookup(KEYS[:5]) == [True] * 3 + [False] * 2
-    assert setup.transfer.waiting_bytes == 0
+    assert setup.transfer.room.taken_bytes == 0
 
 
 def test_what_is_missing_is_told_and_the_rest_arrives(setup: Setup) -> None:
@@ -279,15 +277,15 @@ def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
 def test_a_device_that_is_lost_after_the_copies_keeps_no_save_waiting(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, *, confirmed: bool
 ) -> None:
-    task = setup.transfer.save(KEYS[:2], range(2))
-    setup.transfer.copy(task, range(2), ALL)
+    task = setup.transfer.save(moves(KEYS[:2], range(2)))
+    setup.transfer.copy(task, ALL)
     task.copied.wait()
     monkeypatch.setattr(Stream, "use_device", create_autospec(Stream.use_device, side_effect=RuntimeError("lost")))
     (setup.transfer.confirm if confirmed else setup.transfer.drop)(task)
     setup.clock.advance(1.0)
     assert task.check()
     assert set(task.wait().done) == (set(KEYS[:2]) if confirmed else set())
-    assert setup.transfer.waiting_bytes == 0
+    assert setup.transfer.room.taken_bytes == 0
 
 
 def test_loads_and_saves_at_once(setup: Setup) -> None:

@@ -13,8 +13,7 @@ from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.saving import Saver, SaveTask
-from ucm.integration.vllm.connector.transfer import GroupTransfer
+from ucm.integration.vllm.connector.transfer import GroupTransfer, SaveRoom, SaveTask
 from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import (
@@ -41,9 +40,9 @@ KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(8)]
 class Call(SaveTask):
     """A load, or a save, whose rows nobody needs here."""
 
-    def __init__(self, scripted: Scripted, what: str, keys: Sequence[BlockKey], layers: range) -> None:
-        rows = [memoryview(b"")] * len(keys)
-        super().__init__(create_autospec(Saver, instance=True), list(keys), rows, (), 0.0, {})
+    def __init__(self, scripted: Scripted, what: str, moves: BlockMoves, layers: range) -> None:
+        super().__init__(scripted, moves, [memoryview(b"")] * len(moves.keys))
+        keys = moves.keys
         self._scripted, self.what, self._layers = scripted, what, layers
         copied: Any = create_autospec(Event, instance=True)
         copied.wait.side_effect = lambda: scripted.log.append(f"copied {_names(keys)}")
@@ -62,6 +61,18 @@ class Call(SaveTask):
         return TaskResult(done, failed, len(done) * scripted.chunk_bytes, 0.1)
 
 
+class Room(SaveRoom):
+    """Is taken by the calls that have not ended."""
+
+    def __init__(self, scripted: Scripted) -> None:
+        super().__init__(0, scripted.chunk_bytes)
+        self._calls = scripted.calls
+
+    @property
+    def taken_bytes(self) -> int:
+        return Scripted.chunk_bytes * sum(len(call.keys) for call in self._calls if not call.finished)
+
+
 class Scripted(GroupTransfer):
     """Records its calls, and returns scripted results."""
 
@@ -74,18 +85,22 @@ class Scripted(GroupTransfer):
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
         self.shares: list[int] = []
+        self.room = Room(self)
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         self.shares.append(share)
-        return self._call("load", moves.keys, layers, f" into {moves.block_ids}")
+        call = Call(self, "load", moves, layers)
+        self.calls.append(call)
+        self.log.append(f"load {_names(moves.keys)}{_layers(layers)} into {moves.block_ids}")
+        return call
 
-    def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
-        call = Call(self, "save", keys, range(0))
+    def save(self, moves: BlockMoves) -> SaveTask:
+        call = Call(self, "save", moves, range(0))
         self.calls.append(call)
         return call
 
-    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
-        self.log.append(f"copy {_names(task.keys)}{_layers(layers)} from {list(block_ids)}")
+    def copy(self, task: SaveTask, layers: range) -> None:
+        self.log.append(f"copy {_names(task.keys)}{_layers(layers)} from {task.moves.block_ids}")
 
     def confirm(self, task: SaveTask) -> None:
         self.log.append(f"confirm {_names(task.keys)}")
@@ -94,10 +109,6 @@ class Scripted(GroupTransfer):
         assert isinstance(task, Call)
         self.log.append(f"drop {_names(task.keys)}")
         task.finished = True
-
-    @property
-    def waiting_bytes(self) -> int:
-        return self.chunk_bytes * sum(len(call.keys) for call in self.calls if not call.finished)
 
     def close(self) -> None:
         self.log.append("close")
@@ -110,12 +121,6 @@ class Scripted(GroupTransfer):
     def said(self) -> list[str]:
         said, self.log = self.log, []
         return said
-
-    def _call(self, what: str, keys: Sequence[BlockKey], layers: range, more: str = "") -> Task:
-        call = Call(self, what, keys, layers)
-        self.calls.append(call)
-        self.log.append(f"{what} {_names(keys)}{_layers(layers)}{more}")
-        return call
 
 
 def _names(keys: Iterable[BlockKey]) -> str:

@@ -351,7 +351,7 @@ def test_no_more_blocks_wait_than_the_store_can_hold(
     worker = Begun(clock, tmp_path / "store", **store)
     worker.step(0, 1, 2, 3)
     [transfer] = worker.side.worker.groups.values()
-    assert transfer.waiting_bytes == waiting * transfer.chunk_bytes == waiting * 128
+    assert transfer.room.taken_bytes == waiting * transfer.chunk_bytes == waiting * 128
     worker.side.close()
 
 
