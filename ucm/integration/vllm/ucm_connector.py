@@ -28,8 +28,7 @@ from ucm.compat import connector_abilities, optional, outer_transfer
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
-from ucm.integration.vllm.connector.hints import SAVED, is_handed_on
-from ucm.integration.vllm.connector.metadata import WeightsReport
+from ucm.integration.vllm.connector.metadata import SAVED, WeightsReport, is_handed_on
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
 from ucm.integration.vllm.metrics import SeriesSet, client_classes, copied, merge, summary
 from ucm.logger import get_logger

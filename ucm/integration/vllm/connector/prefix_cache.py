@@ -22,9 +22,15 @@ from ucm.compat import (
     preemptions,
     prepared_blocks,
 )
-from ucm.integration.vllm.connector.hints import HintError, comes_from_afar, retain_seconds, saved_tokens
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
-from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+from ucm.integration.vllm.connector.metadata import (
+    BlockMoves,
+    HintError,
+    StepPlan,
+    comes_from_afar,
+    retain_seconds,
+    saved_tokens,
+)
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
 from ucm.store.tier import DEEPEST, used_until
