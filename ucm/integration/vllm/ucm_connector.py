@@ -315,9 +315,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
         """Wait for one layer, where blocks are loaded layer by layer."""
         self._worker.worker.wait_for_layer(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Save one layer, where blocks are saved layer by layer."""
-        self._worker.worker.layer_computed(layer_name)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: a step's blocks are saved when it ends, with all their layers."""
 
     def wait_for_save(self) -> None:
         """Start the step's saves."""
@@ -424,7 +423,7 @@ class UCMDirectConnector(UCMConnector):
 
 
 class UCMLayerWiseConnector(UCMConnector):
-    """Loads the next layers while one computes, and saves each as soon as it is computed."""
+    """Loads the next layers while one computes; saves in the background after the forward pass."""
 
     kind = "layerwise"
 

@@ -325,7 +325,7 @@ class ChunkSaves(GroupTransfer):
         super().__init__(caches.geometry, caches.names, store, room, clock=clock)
         self._caches, self._blending = caches, blending
 
-    def copy(self, task: SaveTask, layers: range) -> None:
+    def _copy(self, task: SaveTask) -> None:
         """Copy all layers of a chunk, which is of use as a whole only."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -337,7 +337,7 @@ class ChunkSaves(GroupTransfer):
         blocks, positions = caches.blocks(moves.block_ids), torch.arange(moves.depths[-1], device=caches.device)
         shape = (len(caches.names), *caches.piece_shape)
         pieces = [torch.frombuffer(row, dtype=caches.dtype).view(shape).zero_() for row in task.rows]
-        for layer in layers:
+        for layer in range(len(caches.names)):
             for plane, found in enumerate(caches.read_free(layer, blocks, positions)):
                 for piece, part in zip(pieces, found.cpu().split(PIECE), strict=True):
                     piece[layer, plane, : len(part)] = part

@@ -1,8 +1,7 @@
 """Transfer blocks of one KV-cache group between its KV cache and its store.
 
-A save copies whole chunks into rows of host memory, so that slow media do not hold blocks of the KV cache. A chunk's
-layers may arrive in its row one after the other, and it waits there until it is confirmed that its KV was computed with
-the weights that its key stands for.
+A save copies whole chunks into rows of host memory, so that slow media do not hold blocks of the KV cache. A chunk
+waits there until it is confirmed that its KV was computed with the weights that its key stands for.
 """
 
 from __future__ import annotations
@@ -273,21 +272,22 @@ class GroupTransfer(ABC):
         raise NotImplementedError
 
     def save(self, moves: BlockMoves) -> SaveTask:
-        """Begin a save of chunks; ``copy`` fills it layer by layer, and ``confirm`` or ``drop`` ends it.
+        """Begin a save of chunks, which copies them; ``confirm`` or ``drop`` ends it.
 
         The last chunks fail if there are not enough rows. Who keeps a row keeps its memory.
         """
         task = SaveTask(self, moves, self.room.take(len(moves.keys)), clock=self._clock)
         if task.rows:
             self._watch(task)
+            self._copy(task)
         return task
 
     @abstractmethod
-    def copy(self, task: SaveTask, layers: range) -> None:
-        """Copy some layers of a save's chunks from the KV cache."""
+    def _copy(self, task: SaveTask) -> None:
+        """Copy a save's chunks from the KV cache to its rows."""
 
     def confirm(self, task: SaveTask) -> None:
-        """Write a save's chunks after all its copies; each becomes visible when it is written."""
+        """Write a save's chunks once they are copied; each becomes visible when it is written."""
         task.confirm()
 
     def drop(self, task: SaveTask) -> None:
@@ -351,12 +351,10 @@ class HostTransfer(GroupTransfer):
         places = _places(moves, share, blocks, memory.geometry)
         return self._slab.load(blocks, places, moves.tiers) if places else self.store.load(blocks)
 
-    def copy(self, task: SaveTask, layers: range) -> None:
-        """Copy some layers of a save's chunks at once."""
-        memory = self._memory
-        skipped = sum(memory.geometry.slice_sizes[: memory.slice_count(layers.start)])
+    def _copy(self, task: SaveTask) -> None:
+        memory, layers = self._memory, range(len(self.layer_names))
         for place, row in enumerate(task.rows):
-            gather(memory.buffers(memory.group.blocks_of(task.moves.block_ids, place), layers), row[skipped:])
+            gather(memory.buffers(memory.group.blocks_of(task.moves.block_ids, place), layers), row)
 
 
 def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geometry: BlockGeometry) -> list[int]:
@@ -454,10 +452,8 @@ class StagedTransfer(GroupTransfer):
         self._loader.submit(lambda event: self._load(task, event, moves, layers, share), ended)
         return task
 
-    def copy(self, task: SaveTask, layers: range) -> None:
-        """Start to copy some layers of a save's chunks from the device; if that fails, the whole save does."""
-        if not task.rows:
-            return
+    def _copy(self, task: SaveTask) -> None:
+        """Start to copy a save's chunks from the device; if that fails, the whole save does."""
         copied = task.copied = self._clock.event()
 
         def ended(error: Exception | None) -> None:
@@ -465,10 +461,10 @@ class StagedTransfer(GroupTransfer):
                 task.drop(device_failed(error))
             copied.set()
 
-        self._gatherer.submit(lambda event: self._copy(task, event, layers), ended)
+        self._gatherer.submit(lambda event: self._gather(task, event), ended)
 
     def confirm(self, task: SaveTask) -> None:
-        """Write a save's chunks after its copies, whatever happened to the device since then."""
+        """Write a save's chunks once they are copied, whatever happened to the device since then."""
         self._gatherer.submit(lambda _: None, lambda _: task.confirm())
 
     def drop(self, task: SaveTask) -> None:
@@ -527,11 +523,10 @@ class StagedTransfer(GroupTransfer):
             self._loader.stream.synchronize()
         task.take(result)
 
-    def _copy(self, task: SaveTask, event: Any, layers: range) -> None:
-        """Copy some layers of chunks into their rows, portion by portion."""
-        lane, memory = self._gatherer, self._memory
+    def _gather(self, task: SaveTask, event: Any) -> None:
+        """Copy chunks into their rows, portion by portion."""
+        lane, memory, layers = self._gatherer, self._memory, range(len(self.layer_names))
         [staging] = lane.staging
-        skipped = sum(memory.geometry.slice_sizes[: layers.start])
         for first in range(0, len(task.rows), self._portion):
             rows = task.rows[first : first + self._portion]
             blocks = memory.group.chunk_blocks
@@ -540,7 +535,7 @@ class StagedTransfer(GroupTransfer):
                 memory.gather(ids, layers, staging)
             lane.stream.synchronize()
             for number, row in enumerate(rows):
-                gather([memory.chunks(staging[layer])[number] for layer in layers], row[skipped:])
+                gather([memory.chunks(layer)[number] for layer in staging], row)
 
 
 class _Lane:

@@ -102,7 +102,7 @@ def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
 class Saver(GroupTransfer):
     """Saves rows as they are."""
 
-    def copy(self, task: SaveTask, layers: range) -> None:
+    def _copy(self, task: SaveTask) -> None:
         """Leave the rows as they are."""
 
     def begin(self, count: int) -> SaveTask:

@@ -133,11 +133,9 @@ class Setup:
     def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> TaskResult:
         return self.start_save(keys, blocks).wait()
 
-    def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int], *layers: range) -> SaveTask:
-        """Copy some layers after the other, by default all at once, and confirm the save."""
+    def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> SaveTask:
+        """Save blocks, and confirm it."""
         task = self.transfer.save(moves(keys, blocks))
-        for some in layers or (ALL,):
-            self.transfer.copy(task, some)
         self.transfer.confirm(task)
         return task
 
@@ -176,9 +174,9 @@ def test_what_was_saved_is_loaded_into_other_blocks(setup: Setup, count: int) ->
         assert setup.content(block) == (were[target.index(block)] if block in target else empty[block])
 
 
-def test_layers_are_moved_apart(setup: Setup) -> None:
+def test_layers_are_loaded_apart(setup: Setup) -> None:
     were = setup.contents()
-    task = setup.start_save(KEYS[:5], range(5), *(range(layer, layer + 1) for layer in (2, 0, 1)))
+    task = setup.start_save(KEYS[:5], range(5))
     assert set(task.wait().done) == set(KEYS[:5])
     setup.wipe()
     empty = setup.contents()
@@ -190,7 +188,6 @@ def test_layers_are_moved_apart(setup: Setup) -> None:
 def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
     tasks = [setup.transfer.save(moves(KEYS[at], range(8)[at])) for at in (slice(3), slice(3, 5))]
     for task in tasks:
-        setup.transfer.copy(task, ALL)
         task.copied.wait()
         assert not task.check()
     setup.transfer.confirm(tasks[0])
@@ -265,20 +262,11 @@ def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> N
     assert setup.store.inner.lookup(KEYS[:6]) == [False] * 6
 
 
-def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
-    setup.device.at = frozenset({1})
-    task = setup.start_save(KEYS[:2], range(2), *(range(layer, layer + 1) for layer in ALL))
-    task.copied.wait()
-    assert set(task.wait().failed) == set(KEYS[:2])
-    assert setup.store.inner.lookup(KEYS[:2]) == [False, False]
-
-
 @pytest.mark.parametrize("confirmed", [False, True])
 def test_a_device_that_is_lost_after_the_copies_keeps_no_save_waiting(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, *, confirmed: bool
 ) -> None:
     task = setup.transfer.save(moves(KEYS[:2], range(2)))
-    setup.transfer.copy(task, ALL)
     task.copied.wait()
     monkeypatch.setattr(Stream, "use_device", create_autospec(Stream.use_device, side_effect=RuntimeError("lost")))
     (setup.transfer.confirm if confirmed else setup.transfer.drop)(task)
@@ -319,7 +307,7 @@ def narrow(clock: SimulatedClock, tmp_path: Path) -> Iterator[Setup]:
 
 
 def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow: Setup) -> None:
-    partly = narrow.start_save(KEYS[:6], range(6), *(range(layer, layer + 1) for layer in ALL))
+    partly = narrow.start_save(KEYS[:6], range(6))
     refused = narrow.start_save(KEYS[6:8], range(6, 8))
     narrow.clock.run_until_idle()
     assert not partly.check()
