@@ -219,7 +219,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
         None tells vLLM to ask again with the next step.
         """
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.hit(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""

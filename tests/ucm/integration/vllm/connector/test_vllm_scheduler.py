@@ -305,7 +305,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(
         before.drain()
     before.close()
     engine = VllmEngine(setting, tmp_path, chance, truth, clock)
-    scene = engine.connector._scheduler.scheduler
+    scene = engine.connector._scheduler
     matched, loading = scene.matched_tokens, set[str]()
 
     def matched_late(request: Any, num_computed_tokens: int) -> int | None:
