@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from threading import Lock
@@ -368,50 +367,6 @@ def device_failed(error: Exception) -> StoreUnavailableError:
     return StoreUnavailableError(f"a copy on the device failed: {error}")
 
 
-@dataclass(slots=True)
-class Stream:
-    """A device stream with its torch module; on the host there is no stream and nothing to wait for."""
-
-    module: Any = None
-    stream: Any = None
-    device: Any = None
-    _nothing: AbstractContextManager[None] = field(default_factory=nullcontext)
-
-    @classmethod
-    def on(cls, device: Any) -> Stream:
-        """Create a stream on a device (CUDA, or a torch backend with the same interface, such as Ascend's)."""
-        if device.type == "cpu":
-            return cls()
-        import torch  # noqa: PLC0415 - this package is also imported without torch
-
-        module = getattr(torch, device.type)
-        return cls(module, module.Stream(device=device), device)
-
-    def use_device(self) -> None:
-        """Set the calling thread's device to that of the stream.
-
-        A new thread uses the first device, and its first copy would create a context there, on another rank's GPU.
-        """
-        if self.module is not None:
-            self.module.set_device(self.device)
-
-    def mark(self) -> Any:
-        """Record an event after all work submitted to the device so far."""
-        return None if self.module is None else self.module.current_stream().record_event()
-
-    def after(self, event: Any) -> AbstractContextManager[Any]:
-        """Return a context that runs work on this stream after an event."""
-        if self.stream is None:
-            return self._nothing
-        self.stream.wait_event(event)
-        return self.module.stream(self.stream)  # type: ignore[no-any-return] # torch is untyped here
-
-    def synchronize(self) -> None:
-        """Wait until the stream is idle."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
-
 class StagedTransfer(GroupTransfer):
     """Transfers blocks of a KV cache on a device.
 
@@ -518,9 +473,9 @@ class StagedTransfer(GroupTransfer):
             row for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK and keys[row // blocks] in result.done
         ]
         if rows:
-            with self._loader.stream.after(event):
+            with self._loader.after(event):
                 self._memory.scatter(rows, [block_ids[row] for row in rows], layers, staging)
-            self._loader.stream.synchronize()
+            self._loader.synchronize()
         task.take(result)
 
     def _gather(self, task: SaveTask, event: Any) -> None:
@@ -531,35 +486,62 @@ class StagedTransfer(GroupTransfer):
             rows = task.rows[first : first + self._portion]
             blocks = memory.group.chunk_blocks
             ids = task.moves.block_ids[first * blocks : (first + len(rows)) * blocks]
-            with lane.stream.after(event):
+            with lane.after(event):
                 memory.gather(ids, layers, staging)
-            lane.stream.synchronize()
+            lane.synchronize()
             for number, row in enumerate(rows):
                 gather([memory.chunks(layer)[number] for layer in staging], row)
 
 
 class _Lane:
-    """A thread for transfers in one direction, with its stream and staging memory."""
+    """A thread for transfers in one direction, with a device stream and staging memory.
+
+    The device is one of CUDA's, or of a torch backend with the same interface, such as Ascend's. On the host there is
+    no stream and nothing to wait for.
+    """
 
     def __init__(self, memory: DeviceMemory, blocks: int, name: str, stagings: int, *, clock: Clock = SYSTEM) -> None:
-        self.stream = Stream.on(memory.device)
+        self._device = memory.device
+        self._module = self._stream = None
+        if self._device.type != "cpu":
+            import torch  # noqa: PLC0415 - this package is also imported without torch
+
+            self._module = getattr(torch, self._device.type)
+            self._stream = self._module.Stream(device=self._device)
         self.staging = [memory.staging(blocks) for _ in range(stagings)]
         self._pool = Pool(name, 1, clock=clock)
 
+    def after(self, event: Any) -> AbstractContextManager[Any]:
+        """Return a context that runs work on the stream after an event."""
+        if self._module is None or self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(event)
+        return self._module.stream(self._stream)  # type: ignore[no-any-return] # torch is untyped here
+
+    def synchronize(self) -> None:
+        """Wait until the stream is idle."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def submit(self, work: Callable[[Any], object], ended: Ended) -> None:
         """Run work after everything submitted to the device so far, then call ``ended``."""
-        self._pool.submit([partial(self._run, work, ended, self.stream.mark())])
+        event = None if self._module is None else self._module.current_stream().record_event()
+        self._pool.submit([partial(self._run, work, ended, event)])
 
     def close(self) -> None:
+        """Finish what was submitted."""
         self._pool.close()
 
     def _run(self, work: Callable[[Any], object], ended: Ended, event: Any) -> None:
         failure = None
         try:
-            self.stream.use_device()
+            if self._module is not None:
+                # A new thread uses the first device, and its first copy would create a context there, on another
+                # rank's GPU.
+                self._module.set_device(self._device)
             work(event)
         except Exception as error:  # noqa: BLE001 - a device error fails blocks
             with suppress(Exception):
-                self.stream.synchronize()  # started copies must not outlive the task
+                self.synchronize()  # started copies must not outlive the task
             failure = error
         ended(failure)

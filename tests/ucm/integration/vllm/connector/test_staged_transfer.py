@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from ucm.testing.blocks import files
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
-from ucm.integration.vllm.connector.transfer import SaveTask, StagedTransfer, Stream
+from ucm.integration.vllm.connector.transfer import SaveTask, StagedTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -262,13 +262,23 @@ def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> N
     assert setup.store.inner.lookup(KEYS[:6]) == [False] * 6
 
 
+class Lost:
+    """Like ``torch.cuda`` once the device has failed."""
+
+    def set_device(self, device: Any) -> None:
+        raise RuntimeError("lost")
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(record_event=lambda: None)
+
+
 @pytest.mark.parametrize("confirmed", [False, True])
 def test_a_device_that_is_lost_after_the_copies_keeps_no_save_waiting(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, *, confirmed: bool
 ) -> None:
     task = setup.transfer.save(moves(KEYS[:2], range(2)))
     task.copied.wait()
-    monkeypatch.setattr(Stream, "use_device", create_autospec(Stream.use_device, side_effect=RuntimeError("lost")))
+    monkeypatch.setattr(setup.transfer._gatherer, "_module", Lost())
     (setup.transfer.confirm if confirmed else setup.transfer.drop)(task)
     setup.clock.advance(1.0)
     assert task.check()
