@@ -18,7 +18,7 @@ from tests.e2e.engine import MODEL
 from tests.e2e.model import VOCABULARY, write_model
 from tests.e2e.sparse_runs import run_script
 from tests.e2e.workload import BLOCK, ENGINE
-from ucm.integration.vllm.metric_names import METRICS
+from ucm.integration.vllm.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

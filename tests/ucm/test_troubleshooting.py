@@ -11,8 +11,7 @@ import pytest
 from ucm.cli import main
 from ucm.config import ConnectorConfig, StoreSettings
 from ucm.integration.vllm.connector.sides import LAYERS
-from ucm.integration.vllm.metric_names import METRICS, sentence
-from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.integration.vllm.metrics import METRICS, ConnectorCounters, sentence
 from ucm.store import base
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ucm.integration.vllm import metric_names as names
+from ucm.integration.vllm import metrics as names
 
 #: The time limit for saved chunks to become visible, in seconds.
 SAVED = 300.0

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ucm.integration.vllm import metrics
-from ucm.integration.vllm.metric_names import METRICS, Kind, Metric
-from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.integration.vllm.metrics import METRICS, ConnectorCounters, Kind, Metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ucm.integration.vllm.metric_names import StatsData
+    from ucm.integration.vllm.metrics import StatsData
 
 client = pytest.importorskip("prometheus_client", reason="needs an end-to-end environment")
 parser = pytest.importorskip("prometheus_client.parser", reason="needs an end-to-end environment")

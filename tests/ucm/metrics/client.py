@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, ClassVar
 
-from ucm.integration.vllm.metric_names import Kind
+from ucm.integration.vllm.metrics import Kind
 
 
 class Child:

@@ -15,7 +15,7 @@ from ucm.store.base import TierStats
 
 if TYPE_CHECKING:
     from tests.clock import SimulatedClock
-    from ucm.integration.vllm.metric_names import StatsData
+    from ucm.integration.vllm.metrics import StatsData
 
 
 def test_a_lookup() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ucm.integration.vllm.metric_names import METRICS, Kind
+from ucm.integration.vllm.metrics import METRICS, Kind
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "ucm.json"
 #: The suffixes that Prometheus adds to a histogram's name.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from ucm.integration.vllm.metric_names import METRICS
+from ucm.integration.vllm.metrics import METRICS
 from ucm.store import base
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"

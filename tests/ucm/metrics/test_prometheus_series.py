@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.metrics.client import CLASSES, Metric
-from ucm.integration.vllm import prometheus
-from ucm.integration.vllm.metric_names import METRICS, Kind
-from ucm.integration.vllm.prometheus import SeriesSet
+from ucm.integration.vllm import metrics
+from ucm.integration.vllm.metrics import METRICS, Kind, SeriesSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucm.integration.vllm.metric_names import StatsData
+    from ucm.integration.vllm.metrics import StatsData
 
 LABELS = ["model_name", "engine"]
 
@@ -22,10 +21,10 @@ LABELS = ["model_name", "engine"]
 @pytest.fixture(autouse=True)
 def _new_process() -> Iterator[None]:
     """Nothing is registered yet."""
-    prometheus._metrics.cache_clear()
+    metrics._metrics.cache_clear()
     Metric.taken.clear()
     yield
-    prometheus._metrics.cache_clear()
+    metrics._metrics.cache_clear()
 
 
 def series() -> SeriesSet:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucm.integration.vllm import metric_names as names
-from ucm.integration.vllm.metric_names import METRICS, Kind, copied, merge, observations, summary, total
+from ucm.integration.vllm import metrics as names
+from ucm.integration.vllm.metrics import METRICS, Kind, copied, merge, observations, summary, total
 
 if TYPE_CHECKING:
-    from ucm.integration.vllm.metric_names import StatsData
+    from ucm.integration.vllm.metrics import StatsData
 
 KEYS = {name: [".".join(known) for known in metric.known] or ["posix"] for name, metric in METRICS.items()}
 

@@ -28,11 +28,9 @@ from ucm.compat import connector_abilities, optional, outer_transfer
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
-from ucm.integration.vllm.connector.hints import SAVED, is_handed_on
-from ucm.integration.vllm.connector.metadata import WeightsReport
+from ucm.integration.vllm.connector.metadata import SAVED, WeightsReport, is_handed_on
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
-from ucm.integration.vllm.metric_names import copied, merge, summary
-from ucm.integration.vllm.prometheus import SeriesSet, client_classes
+from ucm.integration.vllm.metrics import SeriesSet, client_classes, copied, merge, summary
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_left_out
 
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-    from ucm.integration.vllm.metric_names import StatsData
+    from ucm.integration.vllm.metrics import StatsData
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 
@@ -221,7 +219,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
         None tells vLLM to ask again with the next step.
         """
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.hit(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
@@ -317,9 +315,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
         """Wait for one layer, where blocks are loaded layer by layer."""
         self._worker.worker.wait_for_layer(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Save one layer, where blocks are saved layer by layer."""
-        self._worker.worker.layer_computed(layer_name)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: a step's blocks are saved when it ends, with all their layers."""
 
     def wait_for_save(self) -> None:
         """Start the step's saves."""
@@ -426,7 +423,7 @@ class UCMDirectConnector(UCMConnector):
 
 
 class UCMLayerWiseConnector(UCMConnector):
-    """Loads the next layers while one computes, and saves each as soon as it is computed."""
+    """Loads the next layers while one computes; saves in the background after the forward pass."""
 
     kind = "layerwise"
 

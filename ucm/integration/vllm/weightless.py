@@ -247,7 +247,7 @@ def _facts(core: Any, device: str) -> EngineFacts:
         if not memory.group.place
         for names in [tuple(f"{namespace}/{tag}" for tag in tags[memory.group.index])]
     )
-    return EngineFacts(namespace, device, stored, RequestHasher(scheduler_side._keys.seed))  # noqa: SLF001
+    return EngineFacts(namespace, device, stored, RequestHasher(scheduler_side._block_keys.seed))  # noqa: SLF001
 
 
 def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
@@ -271,7 +271,7 @@ def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
         for one in alone.stored:
             ranks = [f"{namespace}/{tag}" for tag in scheduler_side._tags[one.group.index]]  # noqa: SLF001
             stored.append(dataclasses.replace(one, namespace=ranks[0], ranks=tuple(ranks)))
-        return EngineFacts(namespace, device, tuple(stored), RequestHasher(scheduler_side._keys.seed))  # noqa: SLF001
+        return EngineFacts(namespace, device, tuple(stored), RequestHasher(scheduler_side._block_keys.seed))  # noqa: SLF001
     finally:
         connector.shutdown()
 

@@ -17,7 +17,7 @@ from tests.ucm.sparse.fake_view import FakeView, Metadata, metadata
 from tests.ucm.sparse.steps import step
 from tests.ucm.sparse.told import told_meanwhile, warnings
 from ucm.errors import ConfigError, SparseMethodError
-from ucm.integration.vllm.metric_names import METRICS
+from ucm.integration.vllm.metrics import METRICS
 from ucm.sparse.base import Role
 from ucm.sparse.topk.method import BlockTopK, GSAOnDevice
 

@@ -30,7 +30,7 @@ from ucm.compat import (
     transfer_params,
     wants_prompt_logprobs,
 )
-from ucm.integration.vllm import metric_names as names
+from ucm.integration.vllm import metrics as names
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
 from ucm.integration.vllm.connector.metadata import BlockMoves
 from ucm.integration.vllm.connector.staging import Query

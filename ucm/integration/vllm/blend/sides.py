@@ -168,12 +168,12 @@ class BlendSchedulerSide(SchedulerSide):
             settings.blend or BlendSettings(),
             self._groups.groups[0].block_size,
             self._chunks,
-            self.scheduler,
+            self,
         )
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def hit(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens of an exact hit, or of a blended one where that reaches farther."""
-        exact, between_steps = super().matched_tokens(request, num_computed_tokens)
+        exact, between_steps = super().hit(request, num_computed_tokens)
         if exact is None:
             return None, False
         blended = self.blending.matched(request, num_computed_tokens, exact)
@@ -185,7 +185,7 @@ class BlendSchedulerSide(SchedulerSide):
         is_blended = self.blending.allocated(request, num_external_tokens)
         super().allocated(request, blocks, 0 if is_blended else num_external_tokens)
         if is_blended:  # KV computed after blended KV is approximate, too
-            self.scheduler.exclude(request)
+            self.exclude(request)
 
     def tiers(self, request: Request, num_tokens: int) -> Counter[str]:
         """Return where the first tokens of a request's hit come from, exact or blended."""
@@ -199,7 +199,6 @@ class BlendSchedulerSide(SchedulerSide):
         found.slab = plan.slab and self._chunk_slab.address
         written = self.blending.written(found)
         plan.fresh_block_ids |= written
-        plan.looks |= bool(found.blends)
         plan.saves += self.blending.saves(scheduler_output)
         plan.late_saves = left_alone(plan.late_saves, written, self.counters)
         return plan
@@ -209,11 +208,11 @@ class BlendSchedulerSide(SchedulerSide):
         self.blending.finished(request)
         return super().finished(request)
 
-    def reported(self, report: WeightsReport) -> None:
+    def reported(self, report: WeightsReport) -> bool:
         """Process the workers' report of their weights and models."""
-        super().reported(report)
         if report.refused:
             self.blending.off = "gate"
+        return super().reported(report)
 
     def start_anew(self) -> None:
         """Use keys from now on that were never used before."""
@@ -230,7 +229,7 @@ class BlendSchedulerSide(SchedulerSide):
         if not records:
             self.blending.off = "no slab"
             get_logger(__name__).warning("[UCM.Blend] no request is blended, because of workers on other hosts")
-        elif self.scheduler.stager.has_begun:
+        elif self.stager.has_begun:
             (tags,), geometries = self._tags.values(), geometries_of(records, {OF_PIECES: self._ranks})[OF_PIECES]
             self._stores[OF_PIECES] = [
                 opening_store(self._config, f"{self.namespace}/{CHUNKS}/{tag}", geometry, clock=self._clock)

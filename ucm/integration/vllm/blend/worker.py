@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused_spans, runs_of
 from ucm.clock import SYSTEM
-from ucm.integration.vllm import metric_names as names
-from ucm.integration.vllm.connector.transfer import GroupTransfer
+from ucm.integration.vllm import metrics as names
+from ucm.integration.vllm.connector.transfer import GroupTransfer, SaveTask
 from ucm.logger import get_logger
 from ucm.rotary import differs, tolerance
 from ucm.store.base import BlockKey, BlockTransfer
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan
-    from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.integration.vllm.metrics import ConnectorCounters
     from ucm.store.base import KVStore
     from ucm.store.memory.slab import SlabAddress
@@ -326,18 +325,19 @@ class ChunkSaves(GroupTransfer):
         super().__init__(caches.geometry, caches.names, store, room, clock=clock)
         self._caches, self._blending = caches, blending
 
-    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
+    def _copy(self, task: SaveTask) -> None:
         """Copy all layers of a chunk, which is of use as a whole only."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        if self._blending.refused or len(task.rows) < len(task.depths):
+        if self._blending.refused or len(task.rows) < len(task.moves.keys):
             task.drop()
             return
         caches = self._caches
-        blocks, positions = caches.blocks(block_ids), torch.arange(task.depths[-1], device=caches.device)
+        moves = task.moves
+        blocks, positions = caches.blocks(moves.block_ids), torch.arange(moves.depths[-1], device=caches.device)
         shape = (len(caches.names), *caches.piece_shape)
         pieces = [torch.frombuffer(row, dtype=caches.dtype).view(shape).zero_() for row in task.rows]
-        for layer in layers:
+        for layer in range(len(caches.names)):
             for plane, found in enumerate(caches.read_free(layer, blocks, positions)):
                 for piece, part in zip(pieces, found.cpu().split(PIECE), strict=True):
                     piece[layer, plane, : len(part)] = part

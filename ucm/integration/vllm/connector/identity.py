@@ -166,9 +166,6 @@ def frees_blocks(vllm_config: VllmConfig) -> bool:
 #: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
 #: its way to the worker.
 PAUSE = 0.005
-#: Every byte is read after a pause if this took at most ``DIGEST_SECONDS`` before, and ``DIGEST_SHARE`` of the pause.
-#: An accelerator reads 16 GB in some 10 ms; host memory is read so only if the model is small.
-DIGEST_SECONDS, DIGEST_SHARE = 0.05, 0.02
 #: Eight-byte words sampled from each tensor.
 SAMPLE = 64
 #: In host memory the sample consists of this many ranges, copied together: about 30 µs for 300 tensors.
@@ -194,17 +191,12 @@ class LiveWeights:
     """Detects changes of a worker's weights since they were loaded, by a fingerprint of the model's tensors.
 
     vLLM does not tell a connector that weights were changed in place, by ``reload_weights``, by weight transfer or
-    directly by a trainer. So the worker checks them, as closely as is nearly free:
+    directly by a trainer. So the worker checks them:
 
     - before every step that moves blocks: each tensor's address, torch's count of its changes, and some of its values;
       on an accelerator, where reading values means waiting for it, these values only after a pause long enough for a
       change;
-    - after vLLM's prefix cache was emptied, as is done when weights are changed, and after a pause beside which reading
-      everything takes no time: every byte.
-
-    An idle engine checks while it waits for a lookup, so that the load need not. The load checks again, as closely as
-    after the first pause, if another pause follows that is long enough for a change, or if the lookup takes long
-    compared with the check.
+    - after vLLM's prefix cache was emptied, as is done when weights are changed: every byte.
 
     Args:
         model: A torch module. Its parameters are watched and its persistent buffers, which checkpoints hold as well.
@@ -219,43 +211,23 @@ class LiveWeights:
         self._model = weakref.ref(model)
         self._positions: dict[int, Any] = {}
         self._looked = self._clock.monotonic()
-        self._pause = 0.0  # the longest since values were last read, in seconds
-        self._early_pause = 0.0  # the longest before early checks
-        self._early_at = float("inf")  # the time of the early check that a load relies on
-        self._digest_takes = float("inf")
+        self._paused = False  # since values were last read
         self._on_host = all(tensor.device.type == "cpu" for tensor in self._all())
         self._note()
-        if not self._on_host:
-            self._digest()  # to know how long it takes: the first one may have compiled kernels
 
-    def changed(self, *, wholly: bool = False, early: bool = False) -> bool:
+    def changed(self, *, wholly: bool = False) -> bool:
         """Return whether the weights changed since this last returned True, or since the start.
 
         Args:
-            wholly: Check every byte, however recent the last check is.
-            early: The check precedes the step that moves blocks, by which time the weights may have changed again.
+            wholly: Check every byte.
         """
-        pause, self._pause = self._pause, 0.0
-        now = self._clock.monotonic()
-        is_old = DIGEST_SHARE * (now - self._early_at) >= min(self._digest_takes, DIGEST_SECONDS)
-        doubted = pause > PAUSE or is_old
-        if doubted:
-            pause = max(pause, self._early_pause)
-        if early:
-            self._early_pause = max(pause, self._early_pause)
-            # A check that reads few values, because one before has just read all, does not make that one last longer.
-            self._early_at = now if doubted else min(now, self._early_at)
-        else:
-            self._early_pause, self._early_at = 0.0, float("inf")
-        wholly = wholly or (doubted and self._thorough) or self._is_cheap_after(pause)
-        values = wholly or doubted or self._on_host
+        paused, self._paused = self._paused, False
+        wholly = wholly or (paused and self._thorough)
         same = self._places() == self._seen_places
-        if same and values:
-            same = self._packed() == self._seen_packed
-        if same and wholly:
-            same = self._digest() == self._seen_digest
-        elif same and values:
-            same = self._sample() == self._seen_sample
+        if same and (wholly or paused or self._on_host):
+            same = self._packed() == self._seen_packed and (
+                self._digest() == self._seen_digest if wholly else self._sample() == self._seen_sample
+            )
         if not same:
             self._note()
         return not same
@@ -263,16 +235,12 @@ class LiveWeights:
     def step(self) -> None:
         """Begin a step; after a pause, the next check also reads values."""
         now = self._clock.monotonic()
-        self._pause = max(self._pause, now - self._looked)
+        self._paused |= now - self._looked > PAUSE
         self._looked = now
 
     def stepped(self) -> None:
         """End a step."""
         self._looked = self._clock.monotonic()
-
-    def _is_cheap_after(self, pause: float) -> bool:
-        """Return whether reading every byte takes little time, and almost none compared with a pause in seconds."""
-        return self._digest_takes <= min(DIGEST_SECONDS, DIGEST_SHARE * pause)
 
     def _note(self) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in self._all()]
@@ -353,7 +321,6 @@ class LiveWeights:
         """Return checksums of all words of each tensor, which detect any single change and any exchange of rows."""
         import torch  # noqa: PLC0415
 
-        begun = self._clock.monotonic()
         with torch.inference_mode():
             sums = []
             for words in self._words():
@@ -361,9 +328,7 @@ class LiveWeights:
                 each = words[: rows * _ROW].view(rows, _ROW).sum(1)
                 odd = torch.arange(rows, device=words.device) * 2 + 1
                 sums += [(each * odd).sum(0, keepdim=True), words[rows * _ROW :].sum(0, keepdim=True)]
-            found = _values(sums)
-        self._digest_takes = min(self._digest_takes, self._clock.monotonic() - begun)
-        return found
+            return _values(sums)
 
 
 def _spots(memory: Any) -> list[Any]:

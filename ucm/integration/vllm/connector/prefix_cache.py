@@ -22,9 +22,15 @@ from ucm.compat import (
     preemptions,
     prepared_blocks,
 )
-from ucm.integration.vllm.connector.hints import HintError, comes_from_afar, retain_seconds, saved_tokens
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
-from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+from ucm.integration.vllm.connector.metadata import (
+    BlockMoves,
+    HintError,
+    StepPlan,
+    comes_from_afar,
+    retain_seconds,
+    saved_tokens,
+)
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
 from ucm.store.tier import DEEPEST, used_until
@@ -167,10 +173,12 @@ class RequestState:
 def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: ConnectorCounters) -> list[BlockMoves]:
     """Return late saves without chunks that the step may write before they are saved; count those as lost."""
     for moves in late:
-        left = [(key, blocks) for key, blocks in moves.chunks() if written.isdisjoint(blocks)]
+        chunks = zip(moves.chunks(), moves.depths, strict=True)
+        left = [(key, blocks, depth) for (key, blocks), depth in chunks if written.isdisjoint(blocks)]
         if len(left) < len(moves.keys):
             counters.failed("save", "other", len(moves.keys) - len(left))
-            moves.keys, moves.block_ids = [key for key, _ in left], [block for _, blocks in left for block in blocks]
+            moves.keys, moves.depths = [key for key, _, _ in left], [depth for _, _, depth in left]
+            moves.block_ids = [block for _, blocks, _ in left for block in blocks]
     return [moves for moves in late if moves.keys]
 
 
@@ -384,27 +392,16 @@ class PrefixCacheScheduler:
         late, self._late = self._late, []
         plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self.counters), fresh
         if plan.idle and not plan.loads:
-            self._check_or_wait(plan)
+            self._wait()
         return plan
 
-    def _check_or_wait(self, plan: StepPlan) -> None:
-        """Let the workers check their weights, once for each lookup; then wait for the lookups, or for keys.
-
-        A load checks the weights in any case. After a pause that may mean every byte, and an early check spares the
-        load this.
-        """
+    def _wait(self) -> None:
+        """Wait a little for lookups, or if there are none for keys."""
         pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
-        unchecked = [lookup for lookup in pending if not lookup.checked]
-        if not pending:
-            self._block_keys.wait(IDLE_SECONDS)
-        elif any(lookup.finished for lookup in pending):
-            return
-        elif unchecked:
-            plan.looks = True
-            for lookup in unchecked:
-                lookup.checked = True
-        else:
+        if pending:
             self.stager.wait(pending, IDLE_SECONDS)
+        else:
+            self._block_keys.wait(IDLE_SECONDS)
 
     def _take_blocks(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""

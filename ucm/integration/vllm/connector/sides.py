@@ -67,7 +67,6 @@ from ucm.store.memory.slab import Slab, SlabReader, default_bytes
 from ucm.store.posix.layout import write_identity
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Mapping
 
     from ucm.clock import Clock
@@ -141,8 +140,8 @@ def when_loads_run(connector_base: type, groups: CacheGroups, settings: Connecto
     return load_policy(connector_base, groups.windows, settings.connector, has_states=groups.has_states)
 
 
-class SchedulerSide:
-    """The connector in the scheduler process.
+class SchedulerSide(PrefixCacheScheduler):
+    """The connector in the scheduler process: what plans, and the engine, the ranks and the stores that it plans for.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -161,7 +160,6 @@ class SchedulerSide:
         *,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
         refuse_what_cannot_work(vllm_config, kv_cache_config)
         refuse_wrong_rotation(vllm_config)
         refuse_method_without_hooks(vllm_config)
@@ -171,7 +169,7 @@ class SchedulerSide:
         #: the two (its pull request 46777), and a transport's answer is enough.
         self.hands_over = outer is None
         recompute_failed_loads(engines, settings.load_failure)
-        self._groups = groups = stored_groups(vllm_config, kv_cache_config, settings)
+        groups = stored_groups(vllm_config, kv_cache_config, settings)
         identity = engine_identity(vllm_config, settings, groups.facts)
         self._config = settings.store.as_store_config()
         self._authentication = key_fingerprint(self._config)
@@ -182,31 +180,20 @@ class SchedulerSide:
         self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
         can = connector_abilities(connector_base)
         self.hears_workers = can.hears_workers
-        self.counters = create_counters(vllm_config, settings, clock=clock)
-        self.events = store_events(
-            vllm_config,
-            {group: len(tags) for group, tags in self._tags.items()},
-            wanted=settings.kv_events,
-            takes_events=can.takes_events,
-            hears_workers=self.hears_workers,
-            clock=clock,
-        )
-        self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names, clock=clock)
         self.policy = when_loads_run(connector_base, groups, settings)
-        self._batches = batches_in_flight(vllm_config)
         self._ranks = ranks(vllm_config)
         # Where workers send nothing to the scheduler, several ranks agree through the slab on changed weights.
         needs_slab = transfer.is_kv_consumer or (self._ranks > 1 and not self.hears_workers)
         self._slab = create_slab(vllm_config, settings, groups, self._ranks, clock=clock) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
         self._heard = 0  # the last step at which the ranks' reports were read from the slab
-        self.scheduler = PrefixCacheScheduler(
+        super().__init__(
             groups,
-            self._keys,
+            BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names, clock=clock),
             Stager(groups, self._slab, settings.staging_deadline, self._config.rest_seconds, clock=clock),
-            self.counters,
+            create_counters(vllm_config, settings, clock=clock),
             PlanningOptions(
-                batches=self._batches,
+                batches=batches_in_flight(vllm_config),
                 min_hit_tokens=settings.min_hit_tokens,
                 hit_ratio=settings.hit_ratio,
                 save_decode_blocks=settings.save_decode_blocks,
@@ -226,14 +213,16 @@ class SchedulerSide:
             ),
             clock=clock,
         )
-        self.scheduler.events = self.events
+        self.events = store_events(
+            vllm_config,
+            {group: len(tags) for group, tags in self._tags.items()},
+            wanted=settings.kv_events,
+            takes_events=can.takes_events,
+            hears_workers=self.hears_workers,
+            clock=clock,
+        )
         self._weights = WeightReader(identity, self._settle, clock=clock)
         self.poll()
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of the engine's blocks; empty until the weights are identified."""
-        return self.scheduler.namespace
 
     def bind(self, block_pool: Any) -> None:
         """Keep vLLM's block pool and note its prefix cache."""
@@ -251,54 +240,42 @@ class SchedulerSide:
             if self._outlived:
                 self.start_anew()
             if self._table is not None:
-                self.scheduler.doubt(waits=self.hears_workers and not self.policy.between_steps)
-                self.scheduler.others.forget()
-                self._keys.prefix_cache_emptied()
+                self.doubt(waits=self.hears_workers and not self.policy.between_steps)
+                self.others.forget()
+                self._block_keys.prefix_cache_emptied()
                 if self.events is not None:
                     self.events.forget()
             self._table, self._outlived = table, False
-        if not self.scheduler.namespace and self._weights.namespace:
-            self.scheduler.namespace = self._weights.namespace
-            self.scheduler.prepares = self._slab is not None
+        if not self.namespace and self._weights.namespace:
+            self.namespace = self._weights.namespace
+            self.prepares = self._slab is not None
             if self._slab is None:
-                where = self.scheduler.namespace
+                where = self.namespace
                 get_logger(__name__).info("[UCM.Connector] namespace %s, nothing is looked up", where)
-        if self.scheduler.prepares:
+        if self.prepares:
             self._prepare()
-        if not self.hears_workers and self._slab is not None and self._heard != self.scheduler.step:
+        if not self.hears_workers and self._slab is not None and self._heard != self.step:
             # Once per step, and before it promises blocks, because not every load can be taken back.
-            self._heard = self.scheduler.step
+            self._heard = self.step
             reports = [WeightsReport(**record) for record in self._slab.reports().values()]
             self.reported(WeightsReport.merged(reports, missing=len(reports) < self._ranks))
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def hit(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens of a hit beyond the computed ones, and whether they are loaded between two steps.
 
         None: vLLM asks again in the next step.
         """
         self.poll()
-        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        tokens = self.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens) and self.policy.between_steps
-
-    def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """Note the blocks that a request got; see `PrefixCacheScheduler.allocated`."""
-        self.scheduler.allocated(request, blocks, num_external_tokens)
-
-    def tiers(self, request: Request, num_tokens: int) -> Counter[str]:
-        """Return where the first tokens of a request's hit come from; see `PrefixCacheScheduler.tiers`."""
-        return self.scheduler.tiers(request, num_tokens)
-
-    def finished(self, request: Request) -> int:
-        """End a request, and return how many of its first tokens will be saved."""
-        return self.scheduler.finished(request)
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
-        self._keys.next_step(freed_encodings(scheduler_output))
-        plan = self.scheduler.plan(scheduler_output)
+        self._block_keys.next_step(freed_encodings(scheduler_output))
+        plan = super().plan(scheduler_output)
         plan.authentication = self._authentication
-        if self._slab is not None and (self.scheduler.prepares or not self.scheduler.namespace):
+        if self._slab is not None and (self.prepares or not self.namespace):
             plan.slab = self._slab.address
             self._offered = self._offered or plan.step
         return plan
@@ -310,7 +287,7 @@ class SchedulerSide:
         records = self._slab.records()
         others = [rank for rank, record in records.items() if record.get("authentication", "") != self._authentication]
         if others:  # their logs name the keys
-            self.scheduler.saves = self.scheduler.prepares = False
+            self.saves = self.prepares = False
             get_logger(__name__).warning(
                 "[UCM.Connector] nothing is loaded or saved, because ranks %s have another authentication key than the "
                 "scheduler",
@@ -318,13 +295,13 @@ class SchedulerSide:
             )
         elif len(records) == self._ranks:
             self._begin(records)
-        elif self._offered and self.scheduler.step - self._batches >= self._offered:
+        elif self._offered and self.step - self._options.batches >= self._offered:
             # Every rank has run a step that sent it the address.
             self._do_without_slab(set(range(self._ranks)) - set(records))
 
     def _do_without_slab(self, missing: set[int]) -> None:
         if self._ranks > 1 and not self.hears_workers:
-            self.scheduler.saves = False
+            self.saves = False
             get_logger(__name__).warning(
                 "[UCM.Save] nothing is saved: in this vLLM release ranks %s on other hosts cannot tell the scheduler "
                 "that their weights changed; use vLLM 0.18.0 or newer, or all ranks on one host",
@@ -337,7 +314,7 @@ class SchedulerSide:
                 sorted(missing),
                 "set connector: direct, with vLLM 0.30.0 or newer for sliding windows or several groups, else 0.11.1",
             )
-            self.scheduler.prepares = False
+            self.prepares = False
             return
         get_logger(__name__).warning(
             "[UCM.Load] ranks %s do not share this host's memory: every rank reads the store itself, and blocks are "
@@ -353,8 +330,8 @@ class SchedulerSide:
         Args:
             records: The ranks' records; empty if they read the stores themselves.
         """
-        self.scheduler.prepares = False
-        where, geometries = self.scheduler.namespace, None
+        self.prepares = False
+        where, geometries = self.namespace, None
         if records:
             try:
                 geometries = geometries_of(records, {group: len(tags) for group, tags in self._tags.items()})
@@ -372,7 +349,7 @@ class SchedulerSide:
             self.counters.watch(store.stats)
         count = f"{len(stores)} {'store' if len(stores) == 1 else 'stores'}"
         get_logger(__name__).info("[UCM.Connector] namespace %s, %s to look up", where, count)
-        self.scheduler.stager.begin(self._stores, geometries)
+        self.stager.begin(self._stores, geometries)
 
     def _settle(self, identity: ModelIdentity) -> str:
         """Check that an identity's blocks can be stored, and write the identity there; callable from any thread."""
@@ -383,18 +360,20 @@ class SchedulerSide:
             write_identity(self._config, f"{where}/{tag}", identity.to_json())
         return where
 
-    def reported(self, report: WeightsReport) -> None:
-        """Process the workers' report of their weights and models."""
+    def reported(self, report: WeightsReport) -> bool:
+        """Process the workers' report of their weights and models; use other keys if the weights changed."""
         for number in report.adapters:
-            self._keys.adapter_replaced(number)
-        if self.scheduler.reported(report):
+            self._block_keys.adapter_replaced(number)
+        changed = super().reported(report)
+        if changed:
             self.start_anew()
+        return changed
 
     def start_anew(self) -> None:
         """Use keys from now on that were never used before."""
         self._outlived = prefix_cache_table(self.block_pool) is self._table
-        self._keys.start_anew()
-        self.scheduler.start_anew()
+        self._block_keys.start_anew()
+        super().start_anew()
         if self.events is not None:
             if not self._outlived:  # vLLM announces that all blocks are gone
                 self.events.forget()
@@ -403,8 +382,8 @@ class SchedulerSide:
     def close(self) -> None:
         """Close the stores."""
         self._weights.close()
-        self._keys.close()
-        self.scheduler.stager.close()
+        self._block_keys.close()
+        self.stager.close()
         self.counters.close()
         call_within(self._close_stores, "ucm-close", CLOSE_SECONDS, clock=self._clock)
 
@@ -594,15 +573,13 @@ class WorkerSide:
         )
 
     def _look_at_weights(self, plan: StepPlan) -> None:
-        looks = plan.verify or plan.looks or bool(plan.loads or plan.saves or plan.late_saves)
+        looks = plan.verify or plan.moves
         if looks and (plan.verify or plan.confirmed is not None):
             self.report.looked = plan.step
         if self._weights is None:
             return
         self._weights.step()
-        if not looks:
-            return
-        if self._weights.changed(wholly=plan.verify, early=plan.idle and not plan.loads):
+        if looks and self._weights.changed(wholly=plan.verify):
             self.report.changed = plan.epoch
             get_logger(__name__).warning(
                 "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old identity"

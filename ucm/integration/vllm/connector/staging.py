@@ -80,7 +80,6 @@ class Lookup:
     finished: bool = False  #: the outcome is final
     progressed: bool = False  #: a medium has answered
     lacking: tuple[int, int] | None = None  #: the place of a group and its chunk with which the hit ended
-    checked: bool = False  #: the workers were told to check their weights while it runs
     awaits: bool = False  #: the stores did not have all awaited tokens yet
     again_at: float | None = None  #: when to look for those again, as the clock's ``monotonic()``; None while it runs
 

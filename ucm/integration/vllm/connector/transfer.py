@@ -1,18 +1,35 @@
-"""Transfer blocks of one KV-cache group between its KV cache and its store."""
+"""Transfer blocks of one KV-cache group between its KV cache and its store.
+
+A save copies whole chunks into rows of host memory, so that slow media do not hold blocks of the KV cache. A chunk
+waits there until it is confirmed that its KV was computed with the weights that its key stands for.
+"""
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
-from ucm.integration.vllm.connector.saving import Saver
-from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TransferTask
+from ucm.logger import get_logger
+from ucm.store.base import (
+    BlockTransfer,
+    StoreError,
+    StoreUnavailableError,
+    Task,
+    TaskResult,
+    TransferTask,
+    too_far_behind,
+)
 from ucm.store.config import StoreConfig
 from ucm.store.format import gather
 from ucm.store.health import Pool
@@ -20,17 +37,193 @@ from ucm.store.health import Pool
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucm.clock import Clock
+    from ucm.clock import Clock, Thread
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
     from ucm.integration.vllm.connector.metadata import BlockMoves
-    from ucm.integration.vllm.connector.saving import SaveTask
-    from ucm.store.base import BlockGeometry, BlockKey, KVStore
+    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore
     from ucm.store.memory.slab import SlabReader
 
+#: Bytes handed to the store at once; this is how much memory a stuck write blocks.
+WRITE_BYTES = 8 << 20
+#: Rows are cut from allocations of about this many bytes, or of the whole limit if that is less, and of no more rows
+#: than this: cutting takes time per row, which tiny blocks would need in one step.
+EXTENT_BYTES, EXTENT_ROWS = 8 << 20, 256
+#: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
+#: of a page costs ten times as much as copying it.
+KEEP_SECONDS = 60.0
+#: How long `GroupTransfer.close` waits for its thread, in seconds.
+CLOSE_SECONDS = 5.0
 #: Called when work has ended: with the device's error, or with None.
 Ended = Callable[[Exception | None], None]
 #: Page-locked memory per direction in bytes; two chunks share it.
 STAGING_BYTES = 64 << 20
+
+
+class SaveRoom:
+    """Allocates rows up to a limit of bytes.
+
+    One thread takes rows; any thread gives them back, or trims.
+
+    Args:
+        limit: Bytes of blocks that may wait or be in progress.
+        row_bytes: The size of a row in bytes.
+    """
+
+    def __init__(self, limit: int, row_bytes: int) -> None:
+        self.limit, self._row_bytes = limit, row_bytes
+        self._extent_rows = min(EXTENT_ROWS, max(1, min(EXTENT_BYTES, limit) // row_bytes))
+        self._lock = Lock()
+        self._taken = 0  # rows
+        self._free: list[Buffer] = []
+        self._most = 0  # peak of taken rows since the last call of `trim`
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory allocated from the system, in bytes."""
+        with self._lock:
+            return (self._taken + len(self._free)) * self._row_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of blocks that wait or are being written."""
+        return self._taken * self._row_bytes
+
+    def take(self, count: int) -> list[Buffer]:
+        """Take up to ``count`` rows, as there is room and the system has memory; at least one if none is in use."""
+        found: list[Buffer] = []
+        with self._lock:
+            while len(found) < count and (not self._taken or (self._taken + 1) * self._row_bytes <= self.limit):
+                if not self._free and not self._grow():
+                    break
+                self._taken += 1
+                found.append(self._free.pop())
+            self._most = max(self._most, self._taken)
+        return found
+
+    def give_back(self, rows: Sequence[Buffer]) -> None:
+        """Return rows that are no longer read."""
+        with self._lock:
+            self._free += rows
+            self._taken -= len(rows)
+
+    def trim(self) -> None:
+        """Free rows beyond the most that were taken at once since the last call, whole allocations of them."""
+        with self._lock:
+            most, self._most = self._most, self._taken
+            spare = (self._taken + len(self._free) - most) // self._extent_rows
+            of_extent = Counter(id(row.obj) for row in self._free)
+            unused = [extent for extent, count in of_extent.items() if count == self._extent_rows]
+            gone, before = set(unused[: max(0, spare)]), self._free
+            self._free = [row for row in before if id(row.obj) not in gone]
+        # The memory is freed with `before`, which takes time that no other thread should wait for the lock.
+
+    def _grow(self) -> bool:
+        """Allocate rows; return False if the system has no memory."""
+        size = self._row_bytes
+        try:
+            extent = memoryview(mmap.mmap(-1, self._extent_rows * size))
+        except OSError:
+            return False
+        self._free += [extent[at * size : (at + 1) * size] for at in range(self._extent_rows)]
+        return True
+
+
+class SaveTask(Task):
+    """A save of whole chunks: each is copied into a row, and written from there once `confirm` says so.
+
+    Args:
+        transfer: Whose rows they are.
+        moves: The chunks; the first ones have a row each.
+        rows: These rows; none any more once they were handed to the store, or dropped.
+        clock: Time and threads.
+    """
+
+    def __init__(
+        self, transfer: GroupTransfer, moves: BlockMoves, rows: Sequence[Buffer], *, clock: Clock = SYSTEM
+    ) -> None:
+        self._transfer = transfer
+        self.moves = moves
+        self.keys = moves.keys[: len(rows)]  #: the chunks that have a row
+        self.rows = rows
+        self._checking = clock.lock()  # held by the one thread that asks the store, which may not answer
+        self.copied = clock.event()  #: set while nothing reads the KV cache
+        self.copied.set()
+        self._handed_over = clock.event()  # nothing more is handed to the store
+        self._writing: deque[tuple[Task, Sequence[Buffer]]] = deque()
+        self._done: dict[BlockKey, str] = {}
+        self._failed: dict[BlockKey, StoreError] = {}
+        if len(rows) < len(moves.keys):
+            self._failed = dict.fromkeys(moves.keys[len(rows) :], too_far_behind(transfer.room.limit))
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    def confirm(self) -> None:
+        """Start to write the rows, whose content is complete and does not change any more."""
+        rows, self.rows = self.rows, ()
+        at_once = max(1, WRITE_BYTES // max(1, self._transfer.chunk_bytes))
+        for first in range(0, len(rows), at_once):
+            part = slice(first, first + at_once)
+            some = rows[part]
+            transfers = [
+                BlockTransfer(key, [row], depth=depth, retain_until=self.moves.retain_until)
+                for key, row, depth in zip(self.keys[part], some, self.moves.depths[part], strict=False)
+            ]
+            try:
+                self._writing.append((self._transfer.store.save(transfers), some))
+            except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
+                self._raised(error)
+        self._handed_over.set()
+
+    def drop(self, error: StoreError | None = None) -> None:
+        """Write nothing of a task that was not confirmed; with an error, its blocks fail."""
+        if error is not None:
+            self._failed.update(dict.fromkeys(self.keys, error))
+        rows, self.rows = self.rows, ()
+        self._transfer.room.give_back(rows)
+        self._handed_over.set()
+
+    def check(self) -> bool:
+        """Reclaim written rows, and return whether the whole task is finished; not while another thread does this."""
+        handed_over = self._handed_over.is_set()
+        if not self._checking.acquire(blocking=False):
+            return False
+        try:
+            for _ in range(len(self._writing)):
+                self._reclaim(wait=False)
+            return handed_over and not self._writing
+        finally:
+            self._checking.release()
+
+    def wait(self) -> TaskResult:
+        """Wait until all rows are written."""
+        self._handed_over.wait()
+        with self._checking:
+            while self._writing:
+                self._reclaim(wait=True)
+        done = {key: tier for key, tier in self._done.items() if key not in self._failed}
+        return TaskResult(done, self._failed, self._nbytes, self._seconds)
+
+    def _reclaim(self, *, wait: bool) -> None:
+        """Take back the rows that come next, if they are written; else look at them after all others."""
+        writing, rows = self._writing.popleft()
+        try:
+            if not (wait or writing.check()):
+                self._writing.append((writing, rows))
+                return
+            result = writing.wait()
+        except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
+            self._raised(error)
+            return
+        self._done.update(result.done)
+        self._failed.update(result.failed)
+        self._nbytes += result.nbytes
+        self._seconds = max(self._seconds, result.seconds)
+        self._transfer.room.give_back(rows)
+
+    def _raised(self, error: Exception) -> None:
+        """Fail the blocks because the store raised, as a third-party one may; it may still write their rows."""
+        get_logger(__name__).error("[UCM.Save] a store failed unexpectedly", exc_info=error)
+        self._failed.update(dict.fromkeys(self.keys, StoreError(f"{type(error).__name__}: {error}")))
 
 
 class GroupTransfer(ABC):
@@ -41,6 +234,16 @@ class GroupTransfer(ABC):
     A save copies its chunks into rows of host memory, which the store then writes. So a step that will overwrite the
     blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A chunk for which no
     row is free is not saved.
+
+    A thread that lives while rows have memory frees what is not needed. It also reclaims written rows, because an
+    engine without requests has no steps in which its saves are checked.
+
+    Args:
+        geometry: The geometry of a chunk.
+        layer_names: The group's layers, in the order of a chunk's bytes.
+        store: The store.
+        room: Bytes that may wait to be written.
+        clock: Time and threads.
     """
 
     #: The tokens of a chunk.
@@ -51,9 +254,14 @@ class GroupTransfer(ABC):
     ) -> None:
         self.store = store
         self._clock = clock
-        self.saver = Saver(store, geometry.nbytes, room, clock=clock)  #: holds the rows
-        self.layer_names = layer_names  #: in the order of a block's bytes
+        self.layer_names = layer_names
         self.chunk_bytes = geometry.nbytes
+        self.room = SaveRoom(room, geometry.nbytes)
+        self._lock = clock.lock()
+        self._tasks: weakref.WeakValueDictionary[int, SaveTask] = weakref.WeakValueDictionary()  # in their order
+        self._begun = count()
+        self._thread: Thread | None = None
+        self._closed = clock.event()
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks into the KV cache, from the slab if they are staged, else from the store.
@@ -62,31 +270,63 @@ class GroupTransfer(ABC):
         """
         raise NotImplementedError
 
-    def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
-        """Begin a save of chunks; ``copy`` fills it layer by layer, and ``confirm`` or ``drop`` ends it."""
-        return self.saver.begin(keys, depths, retain_until)
+    def save(self, moves: BlockMoves) -> SaveTask:
+        """Begin a save of chunks, which copies them; ``confirm`` or ``drop`` ends it.
+
+        The last chunks fail if there are not enough rows. Who keeps a row keeps its memory.
+        """
+        task = SaveTask(self, moves, self.room.take(len(moves.keys)), clock=self._clock)
+        if task.rows:
+            self._watch(task)
+            self._copy(task)
+        return task
 
     @abstractmethod
-    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
-        """Copy some layers of a save's chunks from the KV cache; ``block_ids`` are those of all chunks of the save."""
+    def _copy(self, task: SaveTask) -> None:
+        """Copy a save's chunks from the KV cache to its rows."""
 
     def confirm(self, task: SaveTask) -> None:
-        """Write a save's chunks after all its copies; each becomes visible when it is written."""
+        """Write a save's chunks once they are copied; each becomes visible when it is written."""
         task.confirm()
 
     def drop(self, task: SaveTask) -> None:
         """Write nothing of a save."""
         task.drop()
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that were saved and are not written yet."""
-        return self.saver.room.taken_bytes
-
     def close(self) -> None:
-        """Finish confirmed saves and close the store."""
-        self.saver.close()
+        """Finish confirmed saves and close the store; the thread that frees memory is left if it is stuck there."""
+        self._closed.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(CLOSE_SECONDS)
         self.store.close()
+
+    def _watch(self, task: SaveTask) -> None:
+        """Remember a task, and start the thread that frees memory, unless it runs."""
+        with self._lock:
+            self._tasks[next(self._begun)] = task
+            if self._thread is not None or self._closed.is_set():
+                return
+            self._thread = self._clock.started(self._free, "ucm-free")
+
+    def _free(self) -> None:
+        enter_background()
+        while not self._closed.wait(KEEP_SECONDS):
+            self._check_all()
+            self.room.trim()
+            with self._lock:
+                if not self.room.held_bytes:
+                    self._thread = None
+                    return
+
+    def _check_all(self) -> None:
+        with self._lock:
+            tasks = list(self._tasks.values())
+        for task in tasks:
+            if self._closed.is_set():
+                return
+            task.check()
 
 
 class HostTransfer(GroupTransfer):
@@ -110,12 +350,10 @@ class HostTransfer(GroupTransfer):
         places = _places(moves, share, blocks, memory.geometry)
         return self._slab.load(blocks, places, moves.tiers) if places else self.store.load(blocks)
 
-    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
-        """Copy some layers of a save's chunks at once."""
-        memory = self._memory
-        skipped = sum(memory.geometry.slice_sizes[: memory.slice_count(layers.start)])
+    def _copy(self, task: SaveTask) -> None:
+        memory, layers = self._memory, range(len(self.layer_names))
         for place, row in enumerate(task.rows):
-            gather(memory.buffers(memory.group.blocks_of(block_ids, place), layers), row[skipped:])
+            gather(memory.buffers(memory.group.blocks_of(task.moves.block_ids, place), layers), row)
 
 
 def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geometry: BlockGeometry) -> list[int]:
@@ -127,50 +365,6 @@ def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geom
 def device_failed(error: Exception) -> StoreUnavailableError:
     """Return the error of blocks that could not be copied."""
     return StoreUnavailableError(f"a copy on the device failed: {error}")
-
-
-@dataclass(slots=True)
-class Stream:
-    """A device stream with its torch module; on the host there is no stream and nothing to wait for."""
-
-    module: Any = None
-    stream: Any = None
-    device: Any = None
-    _nothing: AbstractContextManager[None] = field(default_factory=nullcontext)
-
-    @classmethod
-    def on(cls, device: Any) -> Stream:
-        """Create a stream on a device (CUDA, or a torch backend with the same interface, such as Ascend's)."""
-        if device.type == "cpu":
-            return cls()
-        import torch  # noqa: PLC0415 - this package is also imported without torch
-
-        module = getattr(torch, device.type)
-        return cls(module, module.Stream(device=device), device)
-
-    def use_device(self) -> None:
-        """Set the calling thread's device to that of the stream.
-
-        A new thread uses the first device, and its first copy would create a context there, on another rank's GPU.
-        """
-        if self.module is not None:
-            self.module.set_device(self.device)
-
-    def mark(self) -> Any:
-        """Record an event after all work submitted to the device so far."""
-        return None if self.module is None else self.module.current_stream().record_event()
-
-    def after(self, event: Any) -> AbstractContextManager[Any]:
-        """Return a context that runs work on this stream after an event."""
-        if self.stream is None:
-            return self._nothing
-        self.stream.wait_event(event)
-        return self.module.stream(self.stream)  # type: ignore[no-any-return] # torch is untyped here
-
-    def synchronize(self) -> None:
-        """Wait until the stream is idle."""
-        if self.stream is not None:
-            self.stream.synchronize()
 
 
 class StagedTransfer(GroupTransfer):
@@ -213,10 +407,8 @@ class StagedTransfer(GroupTransfer):
         self._loader.submit(lambda event: self._load(task, event, moves, layers, share), ended)
         return task
 
-    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
-        """Start to copy some layers of a save's chunks from the device; if that fails, the whole save does."""
-        if not task.rows:
-            return
+    def _copy(self, task: SaveTask) -> None:
+        """Start to copy a save's chunks from the device; if that fails, the whole save does."""
         copied = task.copied = self._clock.event()
 
         def ended(error: Exception | None) -> None:
@@ -224,10 +416,10 @@ class StagedTransfer(GroupTransfer):
                 task.drop(device_failed(error))
             copied.set()
 
-        self._gatherer.submit(lambda event: self._copy(task, event, block_ids, layers), ended)
+        self._gatherer.submit(lambda event: self._gather(task, event), ended)
 
     def confirm(self, task: SaveTask) -> None:
-        """Write a save's chunks after its copies, whatever happened to the device since then."""
+        """Write a save's chunks once they are copied, whatever happened to the device since then."""
         self._gatherer.submit(lambda _: None, lambda _: task.confirm())
 
     def drop(self, task: SaveTask) -> None:
@@ -281,48 +473,75 @@ class StagedTransfer(GroupTransfer):
             row for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK and keys[row // blocks] in result.done
         ]
         if rows:
-            with self._loader.stream.after(event):
+            with self._loader.after(event):
                 self._memory.scatter(rows, [block_ids[row] for row in rows], layers, staging)
-            self._loader.stream.synchronize()
+            self._loader.synchronize()
         task.take(result)
 
-    def _copy(self, task: SaveTask, event: Any, block_ids: Sequence[int], layers: range) -> None:
-        """Copy some layers of chunks into their rows, portion by portion."""
-        lane, memory = self._gatherer, self._memory
+    def _gather(self, task: SaveTask, event: Any) -> None:
+        """Copy chunks into their rows, portion by portion."""
+        lane, memory, layers = self._gatherer, self._memory, range(len(self.layer_names))
         [staging] = lane.staging
-        skipped = sum(memory.geometry.slice_sizes[: layers.start])
         for first in range(0, len(task.rows), self._portion):
             rows = task.rows[first : first + self._portion]
-            ids = [block for place in range(len(rows)) for block in memory.group.blocks_of(block_ids, first + place)]
-            with lane.stream.after(event):
+            blocks = memory.group.chunk_blocks
+            ids = task.moves.block_ids[first * blocks : (first + len(rows)) * blocks]
+            with lane.after(event):
                 memory.gather(ids, layers, staging)
-            lane.stream.synchronize()
+            lane.synchronize()
             for number, row in enumerate(rows):
-                gather([memory.chunks(staging[layer])[number] for layer in layers], row[skipped:])
+                gather([memory.chunks(layer)[number] for layer in staging], row)
 
 
 class _Lane:
-    """A thread for transfers in one direction, with its stream and staging memory."""
+    """A thread for transfers in one direction, with a device stream and staging memory.
+
+    The device is one of CUDA's, or of a torch backend with the same interface, such as Ascend's. On the host there is
+    no stream and nothing to wait for.
+    """
 
     def __init__(self, memory: DeviceMemory, blocks: int, name: str, stagings: int, *, clock: Clock = SYSTEM) -> None:
-        self.stream = Stream.on(memory.device)
+        self._device = memory.device
+        self._module = self._stream = None
+        if self._device.type != "cpu":
+            import torch  # noqa: PLC0415 - this package is also imported without torch
+
+            self._module = getattr(torch, self._device.type)
+            self._stream = self._module.Stream(device=self._device)
         self.staging = [memory.staging(blocks) for _ in range(stagings)]
         self._pool = Pool(name, 1, clock=clock)
 
+    def after(self, event: Any) -> AbstractContextManager[Any]:
+        """Return a context that runs work on the stream after an event."""
+        if self._module is None or self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(event)
+        return self._module.stream(self._stream)  # type: ignore[no-any-return] # torch is untyped here
+
+    def synchronize(self) -> None:
+        """Wait until the stream is idle."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def submit(self, work: Callable[[Any], object], ended: Ended) -> None:
         """Run work after everything submitted to the device so far, then call ``ended``."""
-        self._pool.submit([partial(self._run, work, ended, self.stream.mark())])
+        event = None if self._module is None else self._module.current_stream().record_event()
+        self._pool.submit([partial(self._run, work, ended, event)])
 
     def close(self) -> None:
+        """Finish what was submitted."""
         self._pool.close()
 
     def _run(self, work: Callable[[Any], object], ended: Ended, event: Any) -> None:
         failure = None
         try:
-            self.stream.use_device()
+            if self._module is not None:
+                # A new thread uses the first device, and its first copy would create a context there, on another
+                # rank's GPU.
+                self._module.set_device(self._device)
             work(event)
         except Exception as error:  # noqa: BLE001 - a device error fails blocks
             with suppress(Exception):
-                self.stream.synchronize()  # started copies must not outlive the task
+                self.synchronize()  # started copies must not outlive the task
             failure = error
         ended(failure)

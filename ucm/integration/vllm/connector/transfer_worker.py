@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from ucm.background import call_within, wait_while_it_shrinks
 from ucm.clock import SYSTEM
@@ -13,7 +13,6 @@ from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLos
 from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.logger import get_logger
-from ucm.store.base import Task
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
@@ -21,12 +20,9 @@ if TYPE_CHECKING:
     from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, Part
-    from ucm.integration.vllm.connector.saving import SaveTask
-    from ucm.integration.vllm.connector.transfer import GroupTransfer
+    from ucm.integration.vllm.connector.transfer import GroupTransfer, SaveTask
     from ucm.integration.vllm.metrics import ConnectorCounters
-    from ucm.store.base import BlockKey, StoreError, TaskResult
-
-T = TypeVar("T", bound=Task)
+    from ucm.store.base import BlockKey, StoreError, Task, TaskResult
 
 logger = get_logger(__name__)
 
@@ -44,11 +40,11 @@ WITHIN_STEPS = LoadPolicy(between_steps=False)
 
 
 @dataclass(slots=True)
-class UnderWay(Generic[T]):
-    """A load or a save in progress."""
+class Load:
+    """A load in progress."""
 
     moves: BlockMoves
-    task: T
+    task: Task
 
 
 class TransferWorker:
@@ -57,8 +53,7 @@ class TransferWorker:
     A step that may write a block waits until the block has been copied. No step waits for a medium that is written to.
 
     Layer by layer, blocks are loaded in portions of their layers. All are requested at once, first layers first, and
-    copied in that order, so that the next portion is in flight while the layers of the current one compute. A layer of
-    a block to be saved is copied when it is computed.
+    copied in that order, so that the next portion is in flight while the layers of the current one compute.
 
     Args:
         groups: The transfer of each group and each part of it that this rank stores.
@@ -67,7 +62,7 @@ class TransferWorker:
         saves: The groups whose blocks this rank saves; of ranks with the same KV only one saves it.
         policy: When loads run. Loads of staged blocks always end with the step, because their place in the slab is
             reused afterwards.
-        layer_wise: Whether blocks are moved layer by layer; loads then run within steps.
+        layer_wise: Whether blocks are loaded layer by layer; loads then run within steps.
         clock: Time and threads.
     """
 
@@ -99,13 +94,11 @@ class TransferWorker:
         self._policy = policy
         self._layer_wise = layer_wise
         self._plan = StepPlan(0)
-        self._loading: list[UnderWay[Task]] = []  # for requests that wait between steps
-        self._portions: dict[tuple[Part, int], list[UnderWay[Task]]] = {}  # of the step's loads
-        self._under_way: list[UnderWay[SaveTask]] = []
-        self._begun: list[UnderWay[SaveTask]] = []  # saves whose layers are being computed
-        self._copied: dict[Part, set[int]] = {}  # these layers
+        self._loading: list[Load] = []  # for requests that wait between steps
+        self._portions: dict[tuple[Part, int], list[Load]] = {}  # of the step's loads
+        self._under_way: list[SaveTask] = []
         self._saved = False  # whether the step's saves have begun
-        self._unconfirmed: list[tuple[UnderWay[SaveTask], int]] = []  # with the epoch of each
+        self._unconfirmed: list[tuple[SaveTask, int]] = []  # with the epoch of each
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
@@ -121,8 +114,7 @@ class TransferWorker:
         """
         if plan.step == self._plan.step:
             return
-        self._drop_begun()
-        self._plan, self._portions, self._copied, self._saved = plan, {}, {}, False
+        self._plan, self._portions, self._saved = plan, {}, False
         self._counted.clear()
         for load in self._loading:  # also into blocks that were given to another request after the first was aborted
             if not plan.fresh_block_ids.isdisjoint(load.moves.block_ids):
@@ -134,9 +126,7 @@ class TransferWorker:
                 self._drop(save)
             else:
                 self._confirm(save)
-        for moves in self._own(plan.late_saves):
-            self._finish_copies(self._begin_save(moves), ())
-        self._settle()
+        self._save(plan.late_saves)
 
     def add(self, part: Part, transfer: GroupTransfer, place: int) -> None:
         """Save something else as well; see the arguments of the class."""
@@ -180,13 +170,13 @@ class TransferWorker:
         """Load a plan's blocks; return when they are loaded or, for requests that wait between steps, at once."""
         if self._policy.between_steps:
             for moves in self._of_parts(plan.loads):
-                self._loading.append(UnderWay(moves, self._start_load(moves, self._layers(moves.of))))
+                self._loading.append(Load(moves, self._start_load(moves, self._layers(moves.of))))
             return
         for portion in range(PORTIONS if self._layer_wise else 1):
             for moves in self._of_parts(plan.loads):
                 layers = self._portion(moves.of, portion)
                 if layers:
-                    load = UnderWay(moves, self._start_load(moves, layers))
+                    load = Load(moves, self._start_load(moves, layers))
                     self._portions.setdefault((moves.of, portion), []).append(load)
         if not (self._layer_wise and self.overlaps):
             self._finish_portions()
@@ -229,7 +219,7 @@ class TransferWorker:
         share = moves.shares[self._places[moves.of]] if moves.places else 0
         return self.groups[moves.of].load(moves, layers, share)
 
-    def finish_load(self, load: UnderWay[Task], *, whole: bool = True) -> None:
+    def finish_load(self, load: Load, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
 
         Args:
@@ -271,21 +261,19 @@ class TransferWorker:
     def save(self, plan: StepPlan) -> None:
         """Save the blocks that a step has filled, after its forward; a second call of a step does nothing."""
         self._finish_portions()
-        if self._saved:
-            return
-        for save in self._begun or map(self._begin_save, self._own(plan.saves)):
-            self._finish_copies(save, self._copied.get(save.moves.of, ()))
-        self._begun, self._saved = [], True
-        self._settle()
+        if not self._saved:
+            self._saved = True
+            self._save(plan.saves)
 
-    def _settle(self) -> None:
+    def _save(self, saves: list[BlockMoves]) -> None:
+        """Begin those saves that this rank performs."""
+        for moves in self._of_parts(moves for moves in saves if moves.group in self._saves):
+            save = self.groups[moves.of].save(moves)
+            self._under_way.append(save)
+            self._confirm(save)
         if self.settles:
             for save in self._under_way:
-                save.task.copied.wait()
-
-    def _own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
-        """Return the saves that this rank performs."""
-        return self._of_parts(moves for moves in saves if moves.group in self._saves)
+                save.copied.wait()
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait for the portion that contains the layer; for nothing if another layer has its KV cache."""
@@ -298,20 +286,6 @@ class TransferWorker:
             if layer_name is None or layer_name in names[layers.start : layers.stop]:
                 for load in self._portions.pop((part, portion)):
                     self.finish_load(load, whole=layers.stop == len(names))
-
-    def layer_computed(self, layer_name: str) -> None:
-        """Copy a computed layer of the blocks that the step fills."""
-        if self._saved or not (self._layer_wise and self._plan.saves):
-            return
-        for part, transfer in self.groups.items():
-            copied = self._copied.setdefault(part, set())
-            if layer_name not in transfer.layer_names or (at := transfer.layer_names.index(layer_name)) in copied:
-                continue
-            copied.add(at)
-            self._begun = self._begun or [self._begin_save(moves) for moves in self._own(self._plan.saves)]
-            for save in self._begun:
-                if save.moves.of == part:
-                    transfer.copy(save.task, save.moves.block_ids, range(at, at + 1))
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that failed to load since the last call; vLLM may call this before ``save``."""
@@ -335,10 +309,9 @@ class TransferWorker:
     def close(self) -> None:
         """Finish transfers as long as they make progress; abandon a medium without progress.
 
-        Saves of a step that did not end, or that nothing confirms, are dropped.
+        Saves that nothing confirms are dropped.
         """
         started = self._clock.monotonic()
-        self._drop_begun()
         waiting, self._unconfirmed = self._unconfirmed, []
         for save, *_ in waiting:
             self._drop(save)
@@ -355,27 +328,14 @@ class TransferWorker:
         """Return the sum of the transfers in progress and the bytes not written yet."""
         self._finish_saves(set())
         self._loading = [load for load in self._loading if not load.task.check()]
-        waiting = sum(transfer.waiting_bytes for transfer in self.groups.values())
+        waiting = sum(transfer.room.taken_bytes for transfer in self.groups.values())
         return len(self._loading) + len(self._under_way) + waiting
 
     def _close_transfers(self) -> None:
         for transfer in self.groups.values():
             transfer.close()
 
-    def _begin_save(self, moves: BlockMoves) -> UnderWay[SaveTask]:
-        """Begin to save blocks, whose layers are then copied."""
-        save = UnderWay(moves, self.groups[moves.of].save(moves.keys, moves.depths, moves.retain_until))
-        self._under_way.append(save)
-        return save
-
-    def _finish_copies(self, save: UnderWay[SaveTask], copied: Collection[int]) -> None:
-        """Copy the layers of blocks that were not copied one by one, and write the blocks."""
-        moves, layers = save.moves, self._layers(save.moves.of)
-        for some in [range(at, at + 1) for at in layers if at not in copied] if copied else [layers]:
-            self.groups[moves.of].copy(save.task, moves.block_ids, some)
-        self._confirm(save)
-
-    def _confirm(self, save: UnderWay[SaveTask]) -> None:
+    def _confirm(self, save: SaveTask) -> None:
         """Write blocks as soon as no rank's weights had changed by the last step that computed some of their KV.
 
         Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
@@ -384,31 +344,25 @@ class TransferWorker:
         found a change.
         """
         if self._plan.confirmed is None or save.moves.step <= self._plan.confirmed:
-            self.groups[save.moves.of].confirm(save.task)
+            self.groups[save.moves.of].confirm(save)
         else:
             self._unconfirmed.append((save, self._plan.epoch))
 
-    def _drop(self, save: UnderWay[SaveTask]) -> None:
-        self.counters.failed("save", "other", len(save.task.rows))  # chunks without a row have failed already
-        self.groups[save.moves.of].drop(save.task)
-
-    def _drop_begun(self) -> None:
-        """Drop the saves of a step that did not end."""
-        begun, self._begun = self._begun, []
-        for save in begun:
-            self._drop(save)
+    def _drop(self, save: SaveTask) -> None:
+        self.counters.failed("save", "other", len(save.rows))  # chunks without a row have failed already
+        self.groups[save.moves.of].drop(save)
 
     def _finish_saves(self, block_ids: set[int]) -> None:
         """Process finished saves, and wait until none reads one of these blocks."""
-        still: list[UnderWay[SaveTask]] = []
+        still: list[SaveTask] = []
         for save in self._under_way:
             of = save.moves.of
             if not block_ids.isdisjoint(save.moves.block_ids):
-                save.task.copied.wait()
-            if not save.task.check():
+                save.copied.wait()
+            if not save.check():
                 still.append(save)
                 continue
-            result = save.task.wait()
+            result = save.wait()
             if self.reports_stored:
                 for key, tier in result.done.items():
                     self._stored.setdefault((of[0], key), {})[self._places[of]] = tier

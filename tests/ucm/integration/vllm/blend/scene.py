@@ -11,8 +11,7 @@ from ucm.blend import Chunk, ChunkNames
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import AT_ONCE, PIECES, BlendScheduler
 from ucm.integration.vllm.connector.staging import Stager
-from ucm.integration.vllm.metric_names import BLEND_REQUESTS, FAILURES
-from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.integration.vllm.metrics import BLEND_REQUESTS, FAILURES, ConnectorCounters
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import OpeningStore, open_store
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import BlockMoves
     from ucm.integration.vllm.connector.staging import Lookup
-    from ucm.integration.vllm.metric_names import Metric
+    from ucm.integration.vllm.metrics import Metric
     from ucm.store.base import BlockKey, KVStore
 
 BLOCK = 16

@@ -22,7 +22,7 @@ from ucm.integration.vllm.blend.scheduler import OF_PIECES, Blend, BlendPlan
 from ucm.integration.vllm.blend.worker import BlendWorker, ChunkSaves
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.transfer_worker import TransferWorker
-from ucm.integration.vllm.metric_names import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
+from ucm.integration.vllm.metrics import BLEND_COMPUTED_TOKENS, BLEND_GATE_FAILURES, BLEND_REUSED_TOKENS
 from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.clock import SimulatedClock
     from ucm.blend import Run
-    from ucm.integration.vllm.metric_names import Metric
+    from ucm.integration.vllm.metrics import Metric
 
 pytest_plugins = ("tests.simulated",)
 
@@ -183,7 +183,7 @@ def test_a_chunk_for_which_there_is_no_room_is_not_saved_in_part(clock: Simulate
     run(worker, StepPlan(1, saves=[BlockMoves("r", OF_PIECES, keys, [0], [64, 65])]))
     worker.begin(StepPlan(2))
     assert not store.save.called
-    assert (worker.groups[OF_PIECES, 0].waiting_bytes, counted.failures) == (0, ["save.full"])
+    assert (worker.groups[OF_PIECES, 0].room.taken_bytes, counted.failures) == (0, ["save.full"])
 
 
 # Choosing tokens by the question's attention

@@ -142,7 +142,7 @@ class BlendEngine(VllmEngine):
 
     def doubt(self, tokens: list[int]) -> None:
         """Note that the name of a prompt's first block stands for content that nobody knows."""
-        for naming in self.connector._scheduler._keys._reader.first_block(self._new.make(tokens, 1)):
+        for naming in self.connector._scheduler._block_keys._reader.first_block(self._new.make(tokens, 1)):
             assert not naming.holds()
 
     def left(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, request
 from tests.ucm.integration.vllm.connector.simulation.truth import STATE
 from ucm.integration.vllm.connector import staging
-from ucm.integration.vllm.connector.hints import SAVED, comes_from_afar, is_handed_on, saved_tokens
+from ucm.integration.vllm.connector.metadata import SAVED, comes_from_afar, is_handed_on, saved_tokens
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:

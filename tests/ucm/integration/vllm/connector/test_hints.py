@@ -10,7 +10,7 @@ import pytest
 from tests.simulated import begin_span
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, request
 from ucm.integration.vllm.connector import staging
-from ucm.integration.vllm.connector.hints import HintError, retain_seconds
+from ucm.integration.vllm.connector.metadata import HintError, retain_seconds
 from ucm.integration.vllm.connector.staging import Use
 from ucm.store.base import BlockKey
 

@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.connector.transfer import Stream, _Lane
+from ucm.integration.vllm.connector.transfer import _Lane
 from ucm.store.base import TransferTask
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(clock: SimulatedClock, lane: _Lane, work: Any) -> None:
 def test_the_thread_has_the_device_of_its_stream(clock: SimulatedClock) -> None:
     module, seen = Module(), []
     found = lane(clock)
-    found.stream = Stream(module, stream=None, device=3)
+    found._module, found._device = module, 3
     run(clock, found, lambda event: seen.append((module.current_device(), event)))
     found.close()
     assert seen == [(3, "event")]

@@ -156,7 +156,7 @@ def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(e
 def test_vllm_asks_ours_where_a_hit_of_ours_comes_from(engine: Engine) -> None:
     request = engine._new.make(OURS, 1)
     multi = engine.scheduler.connector
-    side = multi._connectors[1]._scheduler.scheduler
+    side = multi._connectors[1]._scheduler
     multi._requests_to_connector[request.request_id] = 1
     found = Counter({"dram": SIZE, "posix": 2 * SIZE, "redis": SIZE, "s3": SIZE})
     with patch.object(side, "tiers", autospec=True, return_value=found):

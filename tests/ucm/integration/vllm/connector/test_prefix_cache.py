@@ -254,21 +254,6 @@ def test_an_idle_engine_waits_for_a_lookup_but_not_for_long(clock: SimulatedCloc
     assert scene.matched(new, 0) == 16
 
 
-def test_an_idle_engine_checks_its_weights_once_while_a_lookup_runs(clock: SimulatedClock) -> None:
-    scene = Scene(clock)
-    scene.keep(TOKENS)
-    scene.store.answers.clear()
-    new = request(TOKENS)
-    assert not scene.step({}).looks  # nothing is looked up
-    assert scene.side.matched_tokens(new, 0) is None
-    assert [scene.step({}).looks for _ in range(3)] == [True, False, False]
-    other = request(TOKENS[::-1], "other")
-    assert scene.side.matched_tokens(other, 0) is None
-    assert [scene.step({}).looks for _ in range(2)] == [True, False]
-    scene.store.answers.set()
-    assert scene.matched(new, 0) == 16
-
-
 def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment(clock: SimulatedClock) -> None:
     scene = Scene(clock, asks_again=False)
     scene.keep(TOKENS)

@@ -10,8 +10,9 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from ucm.integration.vllm.connector import saving
-from ucm.integration.vllm.connector.saving import EXTENT_BYTES, Saver, SaveRoom, SaveTask
+from ucm.integration.vllm.connector import transfer
+from ucm.integration.vllm.connector.metadata import BlockMoves
+from ucm.integration.vllm.connector.transfer import EXTENT_BYTES, GroupTransfer, SaveRoom, SaveTask
 from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError, Task, TransferTask
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -65,7 +66,7 @@ def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytes
     room = SaveRoom(1 << 20, 1000)
     refuses = create_autospec(mmap.mmap, side_effect=OSError("no memory"))
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "mmap", create_autospec(mmap, mmap=refuses))
+        patched.setattr(transfer, "mmap", create_autospec(mmap, mmap=refuses))
         assert room.take(1) == []
     assert len(room.take(1)) == 1
 
@@ -98,13 +99,23 @@ def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
     assert room.held_bytes == 0
 
 
+class Saver(GroupTransfer):
+    """Saves rows as they are."""
+
+    def _copy(self, task: SaveTask) -> None:
+        """Leave the rows as they are."""
+
+    def begin(self, count: int) -> SaveTask:
+        """Begin to save the first keys."""
+        return self.save(BlockMoves("r", 0, KEYS[:count], list(range(count)), list(range(count))))
+
+
 @pytest.fixture
 def saver(tmp_path: Path, clock: SimulatedClock) -> Iterator[Saver]:
     store = open_store(StoreConfig(directories=(str(tmp_path),)), "saver", GEOMETRY, clock=clock)
-    made = Saver(store, GEOMETRY.nbytes, 1 << 30, clock=clock)
+    made = Saver(GEOMETRY, [], store, 1 << 30, clock=clock)
     yield made
     made.close()
-    store.close()
 
 
 def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
@@ -113,7 +124,7 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
     Returns:
         The task, and a reference to the memory of its rows.
     """
-    task = saver.begin(KEYS[:1], [0])
+    task = saver.begin(1)
     memory: weakref.ref[object] = weakref.ref(task.rows[0].obj)
     task.confirm()
     return task, memory
@@ -121,9 +132,9 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
 
 def until_nothing_is_held(clock: SimulatedClock, saver: Saver) -> None:
     """Let as much time pass as unused memory is kept at most."""
-    clock.advance(saving.KEEP_SECONDS - 0.001)
+    clock.advance(transfer.KEEP_SECONDS - 0.001)
     assert saver.room.held_bytes
-    clock.advance(saving.KEEP_SECONDS + 0.001)
+    clock.advance(transfer.KEEP_SECONDS + 0.001)
     assert saver.room.held_bytes == 0
     assert "ucm-free" not in clock.alive
 
@@ -152,7 +163,7 @@ def test_saves_are_looked_at_in_their_order(
 
     monkeypatch.setattr(SaveTask, "check", noted)
     tasks = [save(saver)[0] for _ in range(40)]
-    clock.advance(saving.KEEP_SECONDS + 0.001)
+    clock.advance(transfer.KEEP_SECONDS + 0.001)
     assert looked == tasks
 
 
@@ -181,14 +192,14 @@ def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(
 
 
 def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: Saver) -> None:
-    task = saver.begin(KEYS[:2], [0, 1])
+    task = saver.begin(2)
     assert not task.check(), "it waits for the confirmation"
     assert saver.room.taken_bytes == 2 * GEOMETRY.nbytes
     task.drop()
     assert task.check()
     result = task.wait()
     assert (result.done, result.failed, saver.room.taken_bytes) == ({}, {}, 0)
-    failing = saver.begin(KEYS[:2], [0, 1])
+    failing = saver.begin(2)
     failing.drop(StoreError("the device failed"))
     failing.confirm()
     assert set(failing.wait().failed) == set(KEYS[:2])
@@ -196,8 +207,8 @@ def test_what_is_not_confirmed_is_not_written_and_its_rows_serve_others(saver: S
 
 
 def test_blocks_beyond_the_limit_fail_and_say_so(saver: Saver, clock: SimulatedClock) -> None:
-    narrow = Saver(saver.store, GEOMETRY.nbytes, 2 * GEOMETRY.nbytes, clock=clock)
-    task = narrow.begin(KEYS[:3], [16, 32, 48])
+    narrow = Saver(GEOMETRY, [], saver.store, 2 * GEOMETRY.nbytes, clock=clock)
+    task = narrow.begin(3)
     task.confirm()
     result = task.wait()
     assert (set(result.done), set(result.failed)) == (set(KEYS[:2]), set(KEYS[2:3]))
@@ -219,10 +230,10 @@ def test_closing_waits_for_the_thread_because_the_store_is_closed_next(
 
     monkeypatch.setattr(TransferTask, "check", check)
     tasks = [save(saver) for _ in range(3)]
-    clock.advance(saving.KEEP_SECONDS)
+    clock.advance(transfer.KEEP_SECONDS)
     begun = clock.monotonic()
     saver.close()
-    assert clock.monotonic() - begun == (takes if answers else saving.CLOSE_SECONDS)
+    assert clock.monotonic() - begun == (takes if answers else transfer.CLOSE_SECONDS)
     assert ("ucm-free" in clock.alive) == (not answers)
     assert (len(checks), len(tasks)) == (1, 3)
 
@@ -239,7 +250,7 @@ def test_a_store_that_does_not_answer_keeps_no_thread_waiting_for_another(
 
     monkeypatch.setattr(TransferTask, "check", check)
     task, _ = save(saver)
-    clock.advance(saving.KEEP_SECONDS)
+    clock.advance(transfer.KEEP_SECONDS)
     monkeypatch.setattr(TransferTask, "check", real)
     begun = clock.monotonic()
     assert not task.check(), "another thread asks the store"

@@ -67,6 +67,7 @@ def test_a_block_that_was_given_away_costs_no_other_of_its_request(clock: Simula
     other = request([90, 91], "other")
     late = scene.step({"other": 2}, [(other, [[rows[1]]])]).late_saves
     assert moved(late) == [(chain[0], rows[0]), (chain[2], rows[2])]
+    assert late[0].depths == [SIZE, 3 * SIZE]
     assert scene.counted.failures == ["save.other"]
 
 

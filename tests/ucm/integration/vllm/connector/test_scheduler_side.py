@@ -278,7 +278,7 @@ def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(
     for table in (*before_the_reset, tables[1], tables[1]):
         pool.cached_block_hash_to_block = table
         side.poll()
-        said.append(side.scheduler.plan(step).verify)
+        said.append(side.plan(step).verify)
     assert said == [*[False] * requests_before, True, False]
     side.close()
 
@@ -383,12 +383,12 @@ def test_blocks_are_staged_once_every_rank_has_answered(
     side = create(clock, write_model(tmp_path / "model"), tmp_path)
     first = side.plan(STEP)
     assert first.slab is not None
-    waits = [side.scheduler.prepares]
+    waits = [side.prepares]
     reader = SlabReader(clock=clock)
     assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record([0], GEOMETRY)}})
-    plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
-    assert [*waits, side.scheduler.prepares] == [True, False]
-    assert side.scheduler.stager.shares
+    plan_until(clock, side, lambda: side.stager.has_begun)
+    assert [*waits, side.prepares] == [True, False]
+    assert side.stager.shares
     assert side.plan(STEP).slab is None
     assert any("1 store to look up" in text for text in log.messages)
     side.close()
@@ -409,8 +409,8 @@ def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
     for rank, (reader, theirs) in enumerate(zip(readers, (first.authentication, "0123456789abcdef"), strict=True)):
         record = {"groups": {"0": geometry_record([rank], GEOMETRY)}, "authentication": theirs}
         assert reader.attach(first.slab, rank, record)
-    plan_until(clock, side, lambda: not side.scheduler.prepares)
-    assert (side.scheduler.saves, side.scheduler.stager.has_begun) == (False, False)
+    plan_until(clock, side, lambda: not side.prepares)
+    assert (side.saves, side.stager.has_begun) == (False, False)
     assert [side.plan(STEP).slab for _ in range(3)] == [None] * 3
     (said,) = [text for text in log.messages if "another authentication key" in text]
     assert "ranks [1]" in said
@@ -424,8 +424,8 @@ def test_ranks_on_other_hosts_read_the_store_themselves(
     clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     side = create(clock, write_model(tmp_path / "model"), tmp_path)
-    plan_until(clock, side, lambda: side.scheduler.stager.has_begun)
-    assert not side.scheduler.stager.shares
+    plan_until(clock, side, lambda: side.stager.has_begun)
+    assert not side.stager.shares
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
 
@@ -491,7 +491,7 @@ def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(
     readers = [SlabReader(clock=clock), SlabReader(clock=clock)]
     for rank, reader in enumerate(readers):
         assert reader.attach(first.slab, rank, {"groups": {"0": geometry_record([rank], GEOMETRY)}})
-    plan_until(clock, side, lambda: not side.scheduler.prepares)
+    plan_until(clock, side, lambda: not side.prepares)
     readers[0].report(WeightsReport(looked=2).to_record())
     assert side.plan(STEP).confirmed == 0
     readers[1].report(WeightsReport(looked=1).to_record())
@@ -500,7 +500,7 @@ def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(
     plan = side.plan(STEP)
     assert (plan.confirmed, plan.epoch) == (1, 1)
     assert side.plan(STEP).epoch == 1
-    assert side.scheduler.saves
+    assert side.saves
     side.close()
     for reader in readers:
         reader.close()
@@ -512,7 +512,7 @@ def test_ranks_that_cannot_agree_on_changed_weights_save_nothing(
     clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture, connector: str
 ) -> None:
     side = create(clock, write_model(tmp_path / "model"), tmp_path, connector, ranks=2)
-    plan_until(clock, side, lambda: not side.scheduler.saves)
+    plan_until(clock, side, lambda: not side.saves)
     assert [text for text in log.messages if "nothing is saved: in this vLLM release ranks [0, 1] on other" in text]
     side.close()
 
@@ -522,8 +522,8 @@ def test_where_a_load_must_not_fail_nothing_is_loaded_without_shared_memory(
     clock: SimulatedClock, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     side = create(clock, write_model(tmp_path / "model"), tmp_path, "layerwise")
-    plan_until(clock, side, lambda: not side.scheduler.prepares)
-    assert not side.scheduler.stager.has_begun
+    plan_until(clock, side, lambda: not side.prepares)
+    assert not side.stager.has_begun
     assert [text for text in log.messages if "nothing is loaded, because a load that fails" in text]
     side.close()
 
@@ -538,8 +538,8 @@ def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
     reader = SlabReader(clock=clock)
     assert reader.attach(address, 0, {"groups": {"0": geometry_record([7], GEOMETRY)}})
     plan_until(clock, side, lambda: any("nothing is loaded" in text for text in log.messages))
-    plan_until(clock, side, lambda: not side.scheduler.prepares)
-    assert not side.scheduler.stager.has_begun
+    plan_until(clock, side, lambda: not side.prepares)
+    assert not side.stager.has_begun
     assert side.plan(STEP).slab is None
     side.close()
     reader.close()
@@ -563,9 +563,9 @@ def test_stores_that_take_long_to_open_keep_no_request_waiting(
     assert address is not None
     reader = SlabReader(clock=clock)
     assert reader.attach(address, 0, {"groups": {"0": geometry_record([0], GEOMETRY)}})
-    stager = side.scheduler.stager
+    stager = side.stager
     plan_until(clock, side, lambda: stager.has_begun)
-    assert not side.scheduler.prepares
+    assert not side.prepares
     lookup = stager.submit(query)
     clock.run_until_idle()
     assert not stager.poll(lookup)

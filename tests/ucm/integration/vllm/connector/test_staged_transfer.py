@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from ucm.testing.blocks import files
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
-from ucm.integration.vllm.connector.transfer import StagedTransfer, Stream
+from ucm.integration.vllm.connector.transfer import SaveTask, StagedTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.tensors import Tensor
-    from ucm.integration.vllm.connector.saving import SaveTask
     from ucm.store.base import BlockTransfer, KVStore, TaskResult
 
 pytest_plugins = ("tests.simulated",)
@@ -134,11 +133,9 @@ class Setup:
     def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> TaskResult:
         return self.start_save(keys, blocks).wait()
 
-    def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int], *layers: range) -> SaveTask:
-        """Copy some layers after the other, by default all at once, and confirm the save."""
-        task = self.transfer.save(keys, range(len(keys)))
-        for some in layers or (ALL,):
-            self.transfer.copy(task, blocks, some)
+    def start_save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> SaveTask:
+        """Save blocks, and confirm it."""
+        task = self.transfer.save(moves(keys, blocks))
         self.transfer.confirm(task)
         return task
 
@@ -177,9 +174,9 @@ def test_what_was_saved_is_loaded_into_other_blocks(setup: Setup, count: int) ->
         assert setup.content(block) == (were[target.index(block)] if block in target else empty[block])
 
 
-def test_layers_are_moved_apart(setup: Setup) -> None:
+def test_layers_are_loaded_apart(setup: Setup) -> None:
     were = setup.contents()
-    task = setup.start_save(KEYS[:5], range(5), *(range(layer, layer + 1) for layer in (2, 0, 1)))
+    task = setup.start_save(KEYS[:5], range(5))
     assert set(task.wait().done) == set(KEYS[:5])
     setup.wipe()
     empty = setup.contents()
@@ -189,9 +186,7 @@ def test_layers_are_moved_apart(setup: Setup) -> None:
 
 
 def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
-    tasks = [setup.transfer.save(keys, range(len(keys))) for keys in (KEYS[:3], KEYS[3:5])]
-    setup.transfer.copy(tasks[0], range(3), ALL)
-    setup.transfer.copy(tasks[1], range(3, 5), ALL)
+    tasks = [setup.transfer.save(moves(KEYS[at], range(8)[at])) for at in (slice(3), slice(3, 5))]
     for task in tasks:
         task.copied.wait()
         assert not task.check()
@@ -200,7 +195,7 @@ def test_nothing_is_visible_before_it_is_confirmed(setup: Setup) -> None:
     assert set(tasks[0].wait().done) == set(KEYS[:3])
     assert tasks[1].wait().done == {}
     assert setup.store.inner.lookup(KEYS[:5]) == [True] * 3 + [False] * 2
-    assert setup.transfer.waiting_bytes == 0
+    assert setup.transfer.room.taken_bytes == 0
 
 
 def test_what_is_missing_is_told_and_the_rest_arrives(setup: Setup) -> None:
@@ -267,27 +262,28 @@ def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> N
     assert setup.store.inner.lookup(KEYS[:6]) == [False] * 6
 
 
-def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
-    setup.device.at = frozenset({1})
-    task = setup.start_save(KEYS[:2], range(2), *(range(layer, layer + 1) for layer in ALL))
-    task.copied.wait()
-    assert set(task.wait().failed) == set(KEYS[:2])
-    assert setup.store.inner.lookup(KEYS[:2]) == [False, False]
+class Lost:
+    """Like ``torch.cuda`` once the device has failed."""
+
+    def set_device(self, device: Any) -> None:
+        raise RuntimeError("lost")
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(record_event=lambda: None)
 
 
 @pytest.mark.parametrize("confirmed", [False, True])
 def test_a_device_that_is_lost_after_the_copies_keeps_no_save_waiting(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, *, confirmed: bool
 ) -> None:
-    task = setup.transfer.save(KEYS[:2], range(2))
-    setup.transfer.copy(task, range(2), ALL)
+    task = setup.transfer.save(moves(KEYS[:2], range(2)))
     task.copied.wait()
-    monkeypatch.setattr(Stream, "use_device", create_autospec(Stream.use_device, side_effect=RuntimeError("lost")))
+    monkeypatch.setattr(setup.transfer._gatherer, "_module", Lost())
     (setup.transfer.confirm if confirmed else setup.transfer.drop)(task)
     setup.clock.advance(1.0)
     assert task.check()
     assert set(task.wait().done) == (set(KEYS[:2]) if confirmed else set())
-    assert setup.transfer.waiting_bytes == 0
+    assert setup.transfer.room.taken_bytes == 0
 
 
 def test_loads_and_saves_at_once(setup: Setup) -> None:
@@ -321,7 +317,7 @@ def narrow(clock: SimulatedClock, tmp_path: Path) -> Iterator[Setup]:
 
 
 def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow: Setup) -> None:
-    partly = narrow.start_save(KEYS[:6], range(6), *(range(layer, layer + 1) for layer in ALL))
+    partly = narrow.start_save(KEYS[:6], range(6))
     refused = narrow.start_save(KEYS[6:8], range(6, 8))
     narrow.clock.run_until_idle()
     assert not partly.check()

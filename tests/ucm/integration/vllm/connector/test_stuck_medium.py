@@ -62,7 +62,7 @@ class Stuck:
 class Setup:
     """KV caches, a worker, and a store with a queue for a few blocks."""
 
-    def __init__(self, clock: SimulatedClock, directory: Path, *, layer_wise: bool, on_device: bool) -> None:
+    def __init__(self, clock: SimulatedClock, directory: Path, *, on_device: bool) -> None:
         self.clock = clock
         self.caches = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in range(LAYERS)}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
@@ -83,9 +83,7 @@ class Setup:
         self.reopen = partial(open_store, config, "model/rank0", geometry, clock=clock)
         slab = SlabReader(clock=clock)
         transfer = make(store=self.reopen(), slab=slab, save_queue_bytes=ROOM * nbytes, clock=clock)
-        self.worker = TransferWorker(
-            {(0, 0): transfer}, self.counts, places={(0, 0): 0}, saves={0}, layer_wise=layer_wise, clock=clock
-        )
+        self.worker = TransferWorker({(0, 0): transfer}, self.counts, places={(0, 0): 0}, saves={0}, clock=clock)
         self._step = 0
 
     def content(self, block: int) -> bytes:
@@ -101,7 +99,6 @@ class Setup:
         for name, cache in self.caches.items():
             self.worker.wait_for_layer(name)
             cache.view()[:, list(overwritten)] = 0xEE
-            self.worker.layer_computed(name)
         self.worker.save(plan)
         assert self.clock.monotonic() == begun, "it waits for the medium"
         self.clock.advance(1.0)
@@ -123,15 +120,12 @@ class Setup:
 
 @pytest.fixture(
     params=[
-        pytest.param((False, False), id="host"),
-        pytest.param((True, False), id="host, layer by layer"),
-        pytest.param((False, True), id="device", marks=needs_torch),
-        pytest.param((True, True), id="device, layer by layer", marks=needs_torch),
+        pytest.param(False, id="host"),
+        pytest.param(True, id="device", marks=needs_torch),
     ]
 )
 def setup(request: pytest.FixtureRequest, clock: SimulatedClock, tmp_path: Path) -> Setup:
-    layer_wise, on_device = request.param
-    return Setup(clock, tmp_path, layer_wise=layer_wise, on_device=on_device)
+    return Setup(clock, tmp_path, on_device=request.param)
 
 
 @pytest.fixture

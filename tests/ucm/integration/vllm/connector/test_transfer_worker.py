@@ -13,8 +13,7 @@ from ucm.compat import LoadPolicy
 from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.saving import Saver, SaveTask
-from ucm.integration.vllm.connector.transfer import GroupTransfer
+from ucm.integration.vllm.connector.transfer import GroupTransfer, SaveRoom, SaveTask
 from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import (
@@ -41,9 +40,9 @@ KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(8)]
 class Call(SaveTask):
     """A load, or a save, whose rows nobody needs here."""
 
-    def __init__(self, scripted: Scripted, what: str, keys: Sequence[BlockKey], layers: range) -> None:
-        rows = [memoryview(b"")] * len(keys)
-        super().__init__(create_autospec(Saver, instance=True), list(keys), rows, (), 0.0, {})
+    def __init__(self, scripted: Scripted, what: str, moves: BlockMoves, layers: range) -> None:
+        super().__init__(scripted, moves, [memoryview(b"")] * len(moves.keys))
+        keys = moves.keys
         self._scripted, self.what, self._layers = scripted, what, layers
         copied: Any = create_autospec(Event, instance=True)
         copied.wait.side_effect = lambda: scripted.log.append(f"copied {_names(keys)}")
@@ -62,6 +61,18 @@ class Call(SaveTask):
         return TaskResult(done, failed, len(done) * scripted.chunk_bytes, 0.1)
 
 
+class Room(SaveRoom):
+    """Is taken by the calls that have not ended."""
+
+    def __init__(self, scripted: Scripted) -> None:
+        super().__init__(0, scripted.chunk_bytes)
+        self._calls = scripted.calls
+
+    @property
+    def taken_bytes(self) -> int:
+        return Scripted.chunk_bytes * sum(len(call.keys) for call in self._calls if not call.finished)
+
+
 class Scripted(GroupTransfer):
     """Records its calls, and returns scripted results."""
 
@@ -74,18 +85,23 @@ class Scripted(GroupTransfer):
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
         self.shares: list[int] = []
+        self.room = Room(self)
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         self.shares.append(share)
-        return self._call("load", moves.keys, layers, f" into {moves.block_ids}")
-
-    def save(self, keys: Sequence[BlockKey], depths: Sequence[int], retain_until: float = 0.0) -> SaveTask:
-        call = Call(self, "save", keys, range(0))
+        call = Call(self, "load", moves, layers)
         self.calls.append(call)
+        self.log.append(f"load {_names(moves.keys)}{_layers(layers)} into {moves.block_ids}")
         return call
 
-    def copy(self, task: SaveTask, block_ids: Sequence[int], layers: range) -> None:
-        self.log.append(f"copy {_names(task.keys)}{_layers(layers)} from {list(block_ids)}")
+    def save(self, moves: BlockMoves) -> SaveTask:
+        call = Call(self, "save", moves, range(0))
+        self.calls.append(call)
+        self.log.append(f"copy {_names(moves.keys)} from {moves.block_ids}")
+        return call
+
+    def _copy(self, task: SaveTask) -> None:
+        raise NotImplementedError
 
     def confirm(self, task: SaveTask) -> None:
         self.log.append(f"confirm {_names(task.keys)}")
@@ -94,10 +110,6 @@ class Scripted(GroupTransfer):
         assert isinstance(task, Call)
         self.log.append(f"drop {_names(task.keys)}")
         task.finished = True
-
-    @property
-    def waiting_bytes(self) -> int:
-        return self.chunk_bytes * sum(len(call.keys) for call in self.calls if not call.finished)
 
     def close(self) -> None:
         self.log.append("close")
@@ -110,12 +122,6 @@ class Scripted(GroupTransfer):
     def said(self) -> list[str]:
         said, self.log = self.log, []
         return said
-
-    def _call(self, what: str, keys: Sequence[BlockKey], layers: range, more: str = "") -> Task:
-        call = Call(self, what, keys, layers)
-        self.calls.append(call)
-        self.log.append(f"{what} {_names(keys)}{_layers(layers)}{more}")
-        return call
 
 
 def _names(keys: Iterable[BlockKey]) -> str:
@@ -207,10 +213,9 @@ def test_a_step_waits_only_for_copies_of_what_it_writes_and_for_no_medium() -> N
     assert setup.counts.blocks["saved"] == 4
 
 
-@pytest.mark.parametrize("layer_wise", [False, True])
-def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(*, layer_wise: bool) -> None:
+def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step() -> None:
     """vLLM zeroes blocks of such models, and the V2 runner does before it announces the step."""
-    setup = Setup(layer_wise=layer_wise)
+    setup = Setup()
     setup.worker.settles = True
     plan = StepPlan(1, saves=[moves(1, 2)], late_saves=[moves(3)])
     setup.worker.begin(plan)
@@ -224,14 +229,12 @@ def test_where_the_next_step_is_announced_too_late_no_copy_outlives_a_step(*, la
     assert not any(said.startswith("copied") for said in setup.transfer.said())
 
 
-@pytest.mark.parametrize("layer_wise", [False, True])
-def test_a_step_saves_once(*, layer_wise: bool) -> None:
-    setup = Setup(layer_wise=layer_wise)
+def test_a_step_saves_once() -> None:
+    setup = Setup()
     setup.worker.begin(plan := StepPlan(1, saves=[moves(1, 2)]))
     setup.worker.save(plan)
     assert "confirm 1 2" in setup.transfer.said()
     setup.worker.save(plan)
-    setup.worker.layer_computed(LAYERS[5])
     assert setup.transfer.said() == []
 
 
@@ -268,7 +271,7 @@ def test_what_nobody_asks_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
 class Slices(Setup):
     """A rank that stores two slices of each block, the third and the fourth of all."""
 
-    def __init__(self, *, layer_wise: bool = False, between_steps: bool = False) -> None:
+    def __init__(self, *, between_steps: bool = False) -> None:
         super().__init__()
         self.transfers = [Scripted(), Scripted()]
         self.worker = TransferWorker(
@@ -277,18 +280,14 @@ class Slices(Setup):
             places={(0, 0): 2, (0, 1): 3},
             saves={0},
             policy=LoadPolicy(between_steps, background=True),
-            layer_wise=layer_wise,
         )
         self.worker.reports_stored = True
 
 
-@pytest.mark.parametrize("layer_wise", [False, True])
-def test_each_slice_of_a_block_is_saved_and_reported(*, layer_wise: bool) -> None:
-    slices = Slices(layer_wise=layer_wise)
+def test_each_slice_of_a_block_is_saved_and_reported() -> None:
+    slices = Slices()
     plan = StepPlan(1, saves=[moves(1, 2)], late_saves=[moves(3)])
     slices.worker.begin(plan)
-    for name in LAYERS:
-        slices.worker.layer_computed(name)
     slices.worker.save(plan)
     said = [transfer.said() for transfer in slices.transfers]
     assert said[0] == said[1]
@@ -598,24 +597,21 @@ def forward(setup: Setup, plan: StepPlan, names: Sequence[str] = LAYERS) -> None
     for name in names:
         setup.worker.wait_for_layer(name)
         setup.transfer.log.append(name)
-        setup.worker.layer_computed(name)
 
 
-def test_a_layer_waits_for_its_portion_and_is_saved_when_computed() -> None:
+def test_a_layer_waits_for_its_portion() -> None:
     setup = Setup(layer_wise=True)
     plan = StepPlan(1, loads=[moves(1)], saves=[moves(2)])
     forward(setup, plan)
     assert setup.transfer.said() == [
         *(f"load 1 layers {begin}-{end} into [1]" for begin, end in ((0, 1), (1, 3), (3, 4), (4, 6))),
-        *("wait load 1 layers 0-1", "layer.0", "copy 2 layers 0-1 from [2]"),
-        *("wait load 1 layers 1-3", "layer.1", "copy 2 layers 1-2 from [2]"),
-        *("layer.2", "copy 2 layers 2-3 from [2]"),
-        *("wait load 1 layers 3-4", "layer.3", "copy 2 layers 3-4 from [2]"),
-        *("wait load 1 layers 4-6", "layer.4", "copy 2 layers 4-5 from [2]"),
-        *("layer.5", "copy 2 layers 5-6 from [2]"),
+        *("wait load 1 layers 0-1", "layer.0"),
+        *("wait load 1 layers 1-3", "layer.1", "layer.2"),
+        *("wait load 1 layers 3-4", "layer.3"),
+        *("wait load 1 layers 4-6", "layer.4", "layer.5"),
     ]
     setup.worker.save(plan)
-    assert setup.transfer.said() == ["confirm 2"]
+    assert setup.transfer.said() == ["copy 2 from [2]", "confirm 2"]
     setup.transfer.finish()
     setup.worker.close()
     assert setup.counts.blocks == {"loaded": 1, "posix": 4, "saved": 1}
@@ -629,39 +625,7 @@ def test_layers_that_are_not_announced_are_not_forgotten() -> None:
     setup.transfer.said()
     setup.worker.save(plan)
     said = setup.transfer.said()
-    assert said[:2] == ["wait load 1 layers 3-4", "wait load 1 layers 4-6"]
-    assert said[2:] == [*(f"copy 2 layers {layer}-{layer + 1} from [2]" for layer in range(2, 6)), "confirm 2"]
-    setup.worker.layer_computed(LAYERS[5])
-    assert setup.transfer.said() == []
-
-
-def test_what_a_step_that_did_not_end_began_to_save_is_dropped() -> None:
-    setup = Setup(layer_wise=True)
-    forward(setup, StepPlan(1, saves=[moves(2, 3)]), LAYERS[:2])
-    setup.transfer.said()
-    setup.worker.begin(StepPlan(2))
-    assert setup.transfer.said() == ["drop 2 3", "wait save 2 3"]
-    assert setup.counts.blocks["save.other"] == 2
-
-
-def test_closing_does_not_wait_for_what_a_step_that_did_not_end_began_to_save(
-    clock: SimulatedClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    setup = Setup(layer_wise=True, clock=clock)
-    forward(setup, StepPlan(1, saves=[moves(2, 3)]), LAYERS[:2])
-    setup.transfer.said()
-    begun = clock.monotonic()
-    setup.worker.close()
-    assert setup.transfer.said() == ["drop 2 3", "wait save 2 3", "close"]
-    assert clock.monotonic() - begun < 0.1
-    assert "does not answer" not in caplog.text
-
-
-def test_a_layer_is_saved_once() -> None:
-    setup = Setup(layer_wise=True)
-    plan = StepPlan(1, saves=[moves(2)])
-    forward(setup, plan, ["layer.0", "layer.0"])
-    assert setup.transfer.said() == ["layer.0", "copy 2 layers 0-1 from [2]", "layer.0"]
+    assert said == ["wait load 1 layers 3-4", "wait load 1 layers 4-6", "copy 2 from [2]", "confirm 2"]
 
 
 def test_where_nothing_runs_between_the_layers_the_forward_waits_for_all() -> None:

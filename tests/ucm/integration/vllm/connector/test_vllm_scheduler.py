@@ -28,11 +28,9 @@ from ucm.integration.vllm.connector.identity import LiveWeights
 from ucm.integration.vllm.ucm_connector import UCMConnector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.clock import SimulatedClock
-    from ucm.store.base import BlockKey
 
 pytest_plugins = ("tests.simulated",)
 
@@ -307,7 +305,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(
         before.drain()
     before.close()
     engine = VllmEngine(setting, tmp_path, chance, truth, clock)
-    scene = engine.connector._scheduler.scheduler
+    scene = engine.connector._scheduler
     matched, loading = scene.matched_tokens, set[str]()
 
     def matched_late(request: Any, num_computed_tokens: int) -> int | None:
@@ -406,57 +404,8 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
 
     assert serve_one(0) == [7, 7]
 
-    def change_before(*, early_check: bool) -> Iterator[bool]:
-        unseen = iter([True])
-        watching[1].changed.side_effect = lambda *, early, **_of: early == early_check and next(unseen, False)
-        return unseen
-
-    change_before(early_check=False)
+    unseen = iter([True])
+    watching[1].changed.side_effect = lambda **_of: next(unseen, False)
     assert serve_one(40) == [7, 7]
     assert serve_one(80) == [14, 14]
-    unseen = change_before(early_check=True)  # nothing of the request is computed yet
-    assert serve_one(120) == [21, 21]
-    assert next(unseen, None) is None
-    engine.close()
-
-
-@pytest.mark.parametrize("reports", [True, False])
-def test_what_an_early_check_finds_is_known_before_blocks_are_promised(
-    clock: SimulatedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, reports: bool
-) -> None:
-    """Layer by layer, an engine cannot recompute what was promised, and would end."""
-    if not reports:
-        silence_workers(monkeypatch)
-    chance = random.Random(3)  # noqa: S311 - no secret
-    setting = Setting(layerwise=True)
-    before = VllmEngine(setting, tmp_path, chance, setting.truth(), clock)
-    before.submit(list(range(1, 31)), 1)
-    before.drain()
-    before.close()
-    engine = VllmEngine(setting, tmp_path, chance, setting.truth(), clock)
-    engine.submit(list(range(40, 50)), 1)
-    engine.drain()
-    weights: Any = create_autospec(LiveWeights, instance=True)
-    [worker] = engine.workers
-    worker._side._weights = weights
-    [store] = engine._looking
-    looked, finds = store.lookup_on_prefix, clock.event()
-
-    def look_up(keys: list[BlockKey]) -> int:
-        finds.wait()
-        return looked(keys)
-
-    def changed(*, early: bool, **_of: bool) -> bool:
-        found = early and not finds.is_set()
-        if found:
-            finds.set()
-            clock.run_until_idle()  # the lookup ends
-        return found
-
-    weights.changed.side_effect = changed
-    monkeypatch.setattr(store, "lookup_on_prefix", look_up)
-    engine.submit(list(range(1, 31)), 1)
-    engine.drain()
-    assert finds.is_set()
-    assert not engine.happened["loads"]
     engine.close()

@@ -17,7 +17,7 @@ from tests.ucm.store.frozen import FrozenDirectory
 from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
-from ucm.integration.vllm.blend.scheduler import BlendPlan
+from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan
 from ucm.integration.vllm.blend.sides import BlendWorkerSide
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector import kv_cache, sides
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ucm.store.base import TierStats
 
 MOVES = [BlockMoves("r", 0, [], [], [])]
+BLEND = Blend("r", 0, 16, [], [], [], [], 0)
 
 
 class Side:
@@ -120,15 +121,9 @@ def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
         made.side.begin(plan)
         made.side.begin(plan)  # vLLM calls in two places
         assert made.weights.changed.call_count == step - 1
-    made.weights.changed.assert_called_with(wholly=False, early=False)
+    made.weights.changed.assert_called_with(wholly=False)
     made.worker.refuse.assert_not_called()
     assert made.side.take_report() is None
-
-
-def test_a_look_before_the_step_that_moves_blocks_is_an_early_one(made: Side) -> None:
-    for step, kind in enumerate(({"idle": True}, {"idle": True, "loads": MOVES}, {}), 1):
-        made.side.begin(StepPlan(step, "m", looks=True, **kind))  # type: ignore[arg-type]
-    assert [call.kwargs["early"] for call in made.weights.changed.call_args_list] == [True, False, False]
 
 
 def test_a_plan_of_changed_weights_is_refused_until_the_scheduler_starts_anew(made: Side) -> None:
@@ -160,7 +155,7 @@ def test_a_look_at_all_weights_is_reported(made: Side, *, watched: bool) -> None
     made.side.begin(StepPlan(7, "m", verify=True))
     assert made.side.take_report() == WeightsReport(looked=7)
     if watched:
-        made.weights.changed.assert_called_once_with(wholly=True, early=False)
+        made.weights.changed.assert_called_once_with(wholly=True)
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -171,7 +166,7 @@ def test_each_look_is_reported_where_ranks_wait_for_each_other(made: Side, *, wa
     for plan in (
         StepPlan(1, "m", saves=MOVES, confirmed=0),
         StepPlan(2, "m", confirmed=0),
-        StepPlan(3, "m", looks=True, confirmed=1),
+        StepPlan(3, "m", blend=BlendPlan([BLEND]), confirmed=1),
         StepPlan(4, "m", saves=MOVES),
     ):
         made.side.begin(plan)
@@ -185,7 +180,7 @@ def test_weights_are_looked_at_before_it_is_known_whose_blocks_these_are(made: S
     made.side.begin(StepPlan(1))
     made.weights.step.assert_called_once_with()
     made.side.begin(StepPlan(2, verify=True))
-    made.weights.changed.assert_called_once_with(wholly=True, early=False)
+    made.weights.changed.assert_called_once_with(wholly=True)
     assert made.side.take_report() == WeightsReport(looked=2)
     assert made.side.worker is not made.worker
 
@@ -356,7 +351,7 @@ def test_no_more_blocks_wait_than_the_store_can_hold(
     worker = Begun(clock, tmp_path / "store", **store)
     worker.step(0, 1, 2, 3)
     [transfer] = worker.side.worker.groups.values()
-    assert transfer.waiting_bytes == waiting * transfer.chunk_bytes == waiting * 128
+    assert transfer.room.taken_bytes == waiting * transfer.chunk_bytes == waiting * 128
     worker.side.close()
 
 

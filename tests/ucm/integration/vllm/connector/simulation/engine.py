@@ -180,8 +180,6 @@ class Engine:
             for rank in self.ranks:
                 rank.worker.wait_for_layer(name)
             hidden = forward(memories, layer, chunks, hidden, self.truth)
-            for rank in self.ranks:
-                rank.worker.layer_computed(name)
         for rank in self.ranks:
             failed, loaded = rank.end(self.truth, self.keys)
             invalid |= failed

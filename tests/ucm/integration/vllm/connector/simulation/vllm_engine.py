@@ -426,7 +426,7 @@ class VllmEngine:
         for token in request.output_token_ids:
             assert token == self.truth.following(tokens), "a wrong token was served"
             tokens.append(token)
-        keys = self.connector._scheduler._keys
+        keys = self.connector._scheduler._block_keys
         for size in {group.chunk_tokens for group in self.setting.cache_groups().groups}:
             for place, key in enumerate(keys.of(request, size) or [], 1):
                 self.known[key] = tuple(tokens[: place * size])
