@@ -104,8 +104,8 @@ def kept_and_needed(
 ) -> Tensor:
     """Return which share of its attention a row gives to what it reads, and the least share of its blocks with `HELD`.
 
-    Both are float64, and the attention is the mean over the heads. The step's own tokens are left out: their keys may not
-    be in the cache yet.
+    Both are float64, and the attention is the mean over the heads. The step's own tokens are left out: their keys may
+    not be in the cache yet.
 
     Args:
         query: ``[1, num_heads, head_size]``.

@@ -58,7 +58,7 @@ def test_the_share_is_that_of_what_is_read() -> None:
 
 
 def test_keys_of_the_step_itself_are_left_out() -> None:
-    """After a preemption a step computes several tokens: what it has not written yet is another request's, or nothing."""
+    """After a preemption a step computes several tokens; in place of their keys the cache has another request's."""
     made, kv, batch = method(sample_every=1), cache(1), step(("a", 28, 3, 8))
     kv[0][LONG[28 // SIZE], 28 % SIZE :] = float("nan")
     query = torch.randn((3, HEADS, HEAD), generator=torch.Generator().manual_seed(3))
