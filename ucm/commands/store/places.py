@@ -91,6 +91,11 @@ class Places:
     servers: tuple[str, ...] = ()
 
     @property
+    def listed(self) -> list[str]:
+        """The selected tiers on servers whose blocks can be listed."""
+        return [name for name in self.servers if back_end_class(name).lists]
+
+    @property
     def readable(self) -> list[Directory]:
         """The directories that can be read."""
         return [directory for directory in self.directories if not directory.problem]
@@ -148,7 +153,7 @@ class Places:
             for directory, layout in found
             if any(fnmatchcase(layout.namespace, pattern) for pattern in self.patterns)
         ]
-        if not meant and not (self.servers and self.digests() is not None):
+        if not meant and not (self.listed and self.digests() is not None):
             there = sorted({layout.namespace for _, layout in found})
             raise UcmError(
                 f"no namespace matches {' or '.join(self.patterns)}",
@@ -241,11 +246,7 @@ def offload_directories(file: Path) -> list[tuple[str, str]]:
 
 def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: bool, others: bool) -> Places:
     """Return the places of a store; ``others`` says whether the file names further directories."""
-    on_servers = tuple(
-        name
-        for name in pipeline_parts(settings.pipeline)
-        if servers and is_on_servers(name) and back_end_class(name).lists
-    )
+    on_servers = tuple(name for name in pipeline_parts(settings.pipeline) if servers and is_on_servers(name))
     if not settings.parts & (POSIX | DRAM) and not on_servers and not others:
         raise ConfigError(
             f"the store {settings.pipeline!r} has no directories that this command can read",

@@ -62,7 +62,7 @@ def _ask_servers(places: Places, *, every: bool) -> list[dict[str, Any]]:
         found.append(one)
         try:
             one["said"], one["answers"] = ask_tier(places.config, name), True
-            if name in places.servers:
+            if name in places.listed:
                 one["namespaces"] = _server_stock(places, name)
         except (ConfigError, StoreError) as error:
             listed = f"{one['said']}; what it holds cannot be listed: " if one["answers"] else ""

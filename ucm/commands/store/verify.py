@@ -13,7 +13,7 @@ from ucm.commands.options import answer, many
 from ucm.commands.store.places import Directory, Places, about, find_places, opened_server
 from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, progress
 from ucm.config.settings import format_size
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, UcmError
 from ucm.store.base import (
     BlockCompressedError,
     BlockCorruptError,
@@ -50,6 +50,12 @@ def run(options: argparse.Namespace) -> int:
         UcmError: The options match nothing.
     """
     places = find_places(options, servers=True)
+    if not places.directories and not places.listed:
+        raise UcmError(
+            f"what is in {', '.join(places.servers)} cannot be listed, so there is nothing to verify",
+            where="store: pipeline",
+            fix="trust the engines, which check every block that they load",
+        )
     data, broken = verify(places, options.threads, options.quarantine)
     lacks = bool(broken or data["bare"] or data["unmarked"])
     answer(options, data, _text(data, broken, lacks=lacks))
@@ -74,7 +80,7 @@ def verify(places: Places, threads: int, quarantine: bool) -> tuple[dict[str, An
         return tier
 
     with ExitStack() as stack:
-        servers = {name: tier for name in places.servers if (tier := opened(stack, name))}
+        servers = {name: tier for name in places.listed if (tier := opened(stack, name))}
         began = time.perf_counter()
         with progress("reading", None, "B") as bar:
             done, problems = _read(_items(places, servers, authenticator), threads, bar, quarantine=quarantine)

@@ -72,10 +72,11 @@ class AttentionSamples:
         """
         row = self.taken % len(plan.rows)
         piece, token = int(plan.rows[row]), int(plan.tokens[row])
-        held = block_table[int(plan.pieces.rows[piece]), : int(plan.blocks[row])].long()
+        of_step = int(plan.pieces.rows[piece])
+        held = block_table[of_step, : int(plan.blocks[row])].long()
         # What follows the blocks that it reads is in the table only because other rows are longer.
         read = table[piece, : int(plan.totals[row])]
-        before = int(plan.pieces.ends[piece]) - 1
+        before = int(plan.pieces.begins[plan.pieces.rows.searchsorted(of_step)])
         found = kept_and_needed(query[token : token + 1], held, before, read, read_keys)
         taken, sums = self._sums.get(layer_name, (0, None))
         self._sums[layer_name] = taken + 1, found if sums is None else sums + found
@@ -103,13 +104,13 @@ def kept_and_needed(
 ) -> Tensor:
     """Return which share of its attention a row gives to what it reads, and the least share of its blocks with `HELD`.
 
-    Both are float64, and the attention is the mean over the heads. The row's own token is left out: its key may not be
-    in the cache yet.
+    Both are float64, and the attention is the mean over the heads. The step's own tokens are left out: their keys may
+    not be in the cache yet.
 
     Args:
         query: ``[1, num_heads, head_size]``.
         held: ``[blocks]``, int64: the blocks of the row's context.
-        tokens: The tokens of its context before its own.
+        tokens: The tokens of its context before the step.
         read: ``[n]``, int32: the blocks that it reads.
         read_keys: See `AttentionSamples.measure`.
     """

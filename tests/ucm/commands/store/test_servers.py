@@ -133,6 +133,19 @@ def test_what_cannot_be_listed_is_no_problem(ask: Callable[..., Answer], held: H
     assert (answer.code, server["answers"], server["namespaces"]) == (0, True, [])
 
 
+@pytest.mark.parametrize("remote", ["Mooncake"], indirect=True)
+def test_a_store_of_which_nothing_can_be_listed(ask: Callable[..., Answer], held: Held) -> None:
+    """Whether its server answers is told all the same, also where it is the chosen one of several tiers."""
+    answer = ask("verify", "--config", held.file)
+    assert (answer.code, "what is in Mooncake cannot be listed" in answer.err) == (2, True)
+    for chosen in ((), ("--tier", "mooncake")):
+        answer = ask("stat", "--json", "--config", held.file, *chosen)
+        assert answer.code == 0, answer.err
+        assert [(server["tier"], server["answers"]) for server in answer.data["servers"]] == [("Mooncake", True)]
+        held.configure(f"Posix|{held.name}")
+        (held.file.parent / "kv").mkdir(exist_ok=True)
+
+
 def test_other_commands_are_about_directories(ask: Callable[..., Answer], held: Held) -> None:
     for command in ("ls", "gc"):
         answer = ask(command, "--config", held.file)

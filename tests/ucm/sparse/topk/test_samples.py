@@ -57,6 +57,17 @@ def test_the_share_is_that_of_what_is_read() -> None:
     )
 
 
+def test_keys_of_the_step_itself_are_left_out() -> None:
+    """After a preemption a step computes several tokens; in place of their keys the cache has another request's."""
+    made, kv, batch = method(sample_every=1), cache(1), step(("a", 28, 3, 8))
+    kv[0][LONG[28 // SIZE], 28 % SIZE :] = float("nan")
+    query = torch.randn((3, HEADS, HEAD), generator=torch.Generator().manual_seed(3))
+    run(made, batch, metadata(batch, [LONG]), kv, query)
+    found = made.figures()
+    assert found["attention_samples"] == 2
+    assert 0 < found["attention_kept"] <= 2
+
+
 def test_masses_are_those_of_attention() -> None:
     source = torch.Generator().manual_seed(0)
     query, keys = torch.randn((2, 4, 8), generator=source), torch.randn((2, 3, 5, 2, 8), generator=source)
