@@ -46,6 +46,7 @@ from ucm.config.load import check_connector_config
 from ucm.sparse.base import SparseMethod
 from ucm.sparse.esa.method import ESA
 from ucm.sparse.probe import HOOKS
+from ucm.sparse.rerope import ReRoPE
 from ucm.sparse.sink_window import SinkWindow
 from ucm.sparse.topk.method import BlockTopK
 
@@ -246,7 +247,7 @@ def test_the_default_modules_have_the_marks_of_shipped_rules_alone(published: Ov
 def test_every_hook_of_a_shipped_method_is_in_the_default_overlay(published: Overlay) -> None:
     """No other hook is in it: only hooks that a shipped feature uses are shipped."""
     shipped = {use.hook for m in published.modules if m.default for use in hook_uses(m.default)}
-    users = (BlockTopK, ESA, SinkWindow)
+    users = (BlockTopK, ESA, ReRoPE, SinkWindow)
     used = {name for name in HOOKS for method in users if getattr(method, name) is not getattr(SparseMethod, name)}
     seam = {"scheduler_init", "worker_init", "engine_core_started", "kv_cache_memory", "block_hash_function"}
     names = {"build_metadata": "scheduler_output_built", "requests_finished": "worker_requests_finished"}
