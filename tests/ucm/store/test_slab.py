@@ -134,6 +134,18 @@ def test_private_memory_is_not_for_other_processes(clock: SimulatedClock) -> Non
     slab.close()
 
 
+def test_rows_are_shared_where_the_system_refuses_private_memory() -> None:
+    """A limit of a process's data, like strict overcommit, counts private memory before it is used."""
+    program = (
+        "import resource; from ucm.store.memory.slab import PAGE, Slab, SlabReader; "
+        "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, -1)); "
+        "slab = Slab(1 << 31, 1, private=True); "
+        "print(slab.lay_out(PAGE) == (1 << 31) // PAGE, SlabReader().attach(slab.address, 0, {}), slab.records())"
+    )
+    asked = [sys.executable, "-c", program]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() == "True True {0: {}}"
+
+
 def test_private_memory_is_given_back(clock: SimulatedClock) -> None:
     slab = Slab(ROWS * PAGE, 1, private=True, clock=clock)
     slab.lay_out(PAGE)

@@ -155,7 +155,8 @@ class Slab:
         ranks: The number of workers that write a record.
         longest: The bytes of the longest request; so much memory is touched now, but no more than an eighth of the
             limit.
-        private: Whether no worker is in another process.
+        private: Whether no worker is in another process. Where the system refuses so much private memory, as it may
+            under a limit of a process's data or with strict overcommit, the rows are shared all the same.
         clock: What time passes by.
     """
 
@@ -168,10 +169,11 @@ class Slab:
         self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
         self._file = os.memfd_create("ucm-staging")
         begin = (1 + ranks) * RECORD_BYTES  # also where a page has 64 KiB
-        os.ftruncate(self._file, begin if private else begin + self._nbytes)
+        rows, self._give_back = _private_memory(self._nbytes) if private else None, mmap.MADV_DONTNEED
+        os.ftruncate(self._file, begin + self._nbytes if rows is None else begin)
         self._head = mmap.mmap(self._file, begin)
-        rows = mmap.mmap(-1, self._nbytes, _PRIVATE) if private else mmap.mmap(self._file, self._nbytes, offset=begin)
-        self._give_back = mmap.MADV_DONTNEED if private else mmap.MADV_REMOVE
+        if rows is None:
+            rows, self._give_back = mmap.mmap(self._file, self._nbytes, offset=begin), mmap.MADV_REMOVE
         self._memory = memoryview(rows)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
         token = secrets.token_bytes(16)
@@ -506,6 +508,14 @@ _of_this_process: weakref.WeakValueDictionary[bytes, Slab] = weakref.WeakValueDi
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _private_memory(nbytes: int) -> mmap.mmap | None:
+    """Return private memory that is used where it is written; None if the system refuses it."""
+    try:
+        return mmap.mmap(-1, nbytes, _PRIVATE)
+    except OSError:
+        return None
 
 
 def _boot() -> str:
