@@ -425,7 +425,7 @@ class SlabReader:
         if len(text) > _REPORT_AT - _RECORD.size:
             return False
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
-        own = _of_this_process.get(address.token)
+        own = _of_this_process.get(address.token) if address.pid == os.getpid() else None  # a fork has it, too
         try:
             status = os.stat(path)  # noqa: PTH116 - the link's target
             if address.boot != _boot() or not stat.S_ISREG(status.st_mode) or status.st_ino != address.inode:
