@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockTransfer
 from ucm.store.bench import Figures, Run, bench, verify
@@ -16,6 +16,7 @@ from ucm.store.memory.slab import PAGE, Slab, SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import ExitStack
 
     from ucm.store.bench import Workload
     from ucm.store.config import StoreConfig
@@ -63,9 +64,8 @@ class WideRun(Run):
     that verifies can surpass. ``staged`` is a worker's copies of blocks that were found and lie verified in memory.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        stack = given[2]
+    def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool = True) -> None:
+        super().__init__(config, workload, stack, tidy=tidy)
         self._pools = {
             threads: stack.enter_context(ThreadPoolExecutor(threads))
             for threads in {self.config.load_threads, self.config.save_threads}

@@ -169,11 +169,12 @@ class Slab:
         self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
         self._file = os.memfd_create("ucm-staging")
         begin = (1 + ranks) * RECORD_BYTES  # also where a page has 64 KiB
-        rows, self._give_back = _private_memory(self._nbytes) if private else None, mmap.MADV_DONTNEED
+        rows = _private_memory(self._nbytes) if private else None
+        self._give_back = mmap.MADV_REMOVE if rows is None else mmap.MADV_DONTNEED
         os.ftruncate(self._file, begin + self._nbytes if rows is None else begin)
         self._head = mmap.mmap(self._file, begin)
         if rows is None:
-            rows, self._give_back = mmap.mmap(self._file, self._nbytes, offset=begin), mmap.MADV_REMOVE
+            rows = mmap.mmap(self._file, self._nbytes, offset=begin)
         self._memory = memoryview(rows)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
         token = secrets.token_bytes(16)
