@@ -102,7 +102,7 @@ class Launches(TorchDispatchMode):  # type: ignore[misc] # torch is not there wh
 def test_the_operations_of_a_layer_do_not_depend_on_the_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     scored = kernels.scores
-    for requests in (1, 5):
+    for requests in (2, 5):  # the query of one alone is not copied: transposing it changes nothing
         made, kv = method(), cache()
         tables = [*([LONG] * requests), [30]]
         for computed in (28, 29):
