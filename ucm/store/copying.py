@@ -167,7 +167,8 @@ class WriteBehind:
 
     def _write(self, block: _Waiting) -> bool:
         """Copy one block; return False if the medium does not answer and the block must be tried again."""
-        key = block.key
+        key, name = block.key, self._tier.name
+        lost: StoreError = BlockMissingError(f"block {key.hex()} was evicted before it was written to {name}")
         for source in self._above:
             try:
                 content = source.read_file(key)
@@ -175,6 +176,7 @@ class WriteBehind:
                 continue
             except StoreError as error:
                 source.counters.failed("load", error)
+                lost = error
                 continue
             try:
                 self._tier.put(key, [content], self._codec.geometry.nbytes, block.depth, block.retain_until)
@@ -182,7 +184,5 @@ class WriteBehind:
                 self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)
             return True
-        self._tier.counters.failed(
-            "save", BlockMissingError(f"block {key.hex()} was evicted before it was written to {self._tier.name}")
-        )
+        self._tier.counters.failed("save", lost)
         return True

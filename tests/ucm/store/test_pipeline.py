@@ -240,3 +240,13 @@ def test_a_block_that_one_tier_has_is_written_to_the_other(store: KVStore, kept:
     assert all(Path(kept.block(block)).exists() for block in KEYS)
     assert store.stats()["dram"].saved_blocks == 6
     assert store.stats()["posix"].saved_blocks == 12
+
+
+def test_a_block_that_cannot_be_read_for_a_lower_tier_is_counted_by_its_cause(
+    store: KVStore, cached: Layout, kept: Layout
+) -> None:
+    empty(kept)
+    damage(cached, KEYS[0])
+    save(store, KEYS[:1], EVEN)
+    assert store.flush(60)
+    assert store.stats()["posix"].failures == {"save.corrupt": 1}

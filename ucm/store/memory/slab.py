@@ -169,12 +169,12 @@ class Slab:
         self._nbytes = max(PAGE, nbytes // PAGE * PAGE)
         self._file = os.memfd_create("ucm-staging")
         begin = (1 + ranks) * RECORD_BYTES  # also where a page has 64 KiB
-        rows = _private_memory(self._nbytes) if private else None
+        rows = private_memory(self._nbytes) if private else None
         self._give_back = mmap.MADV_REMOVE if rows is None else mmap.MADV_DONTNEED
         os.ftruncate(self._file, begin + self._nbytes if rows is None else begin)
         self._head = mmap.mmap(self._file, begin)
         if rows is None:
-            rows = mmap.mmap(self._file, self._nbytes, offset=begin)
+            rows = _in_huge_pages(mmap.mmap(self._file, self._nbytes, offset=begin))
         self._memory = memoryview(rows)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
         token = secrets.token_bytes(16)
@@ -182,7 +182,6 @@ class Slab:
         self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token, begin)
         _of_this_process[token] = self
         self._touched_bytes = min(longest, nbytes // _TOUCHED_SHARE)
-        self._advise(mmap.MADV_HUGEPAGE, 0, self._nbytes)
         self._advise(_MADV_POPULATE_WRITE, 0, self._touched_bytes)
         self._row_bytes = 0
         self._rows = 0
@@ -511,12 +510,18 @@ _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def _private_memory(nbytes: int) -> mmap.mmap | None:
+def private_memory(nbytes: int) -> mmap.mmap | None:
     """Return private memory that is used where it is written; None if the system refuses it."""
     try:
-        return mmap.mmap(-1, nbytes, _PRIVATE)
+        return _in_huge_pages(mmap.mmap(-1, nbytes, _PRIVATE))
     except OSError:
         return None
+
+
+def _in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
+    with suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _boot() -> str:

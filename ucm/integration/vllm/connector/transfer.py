@@ -6,7 +6,6 @@ waits there until it is confirmed that its KV was computed with the weights that
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -33,6 +32,7 @@ from ucm.store.base import (
 from ucm.store.config import StoreConfig
 from ucm.store.format import gather
 from ucm.store.health import Pool
+from ucm.store.memory.slab import private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,10 +120,10 @@ class SaveRoom:
     def _grow(self) -> bool:
         """Allocate rows; return False if the system has no memory."""
         size = self._row_bytes
-        try:
-            extent = memoryview(mmap.mmap(-1, self._extent_rows * size))
-        except OSError:
+        memory = private_memory(self._extent_rows * size)
+        if memory is None:
             return False
+        extent = memoryview(memory)
         self._free += [extent[at * size : (at + 1) * size] for at in range(self._extent_rows)]
         return True
 

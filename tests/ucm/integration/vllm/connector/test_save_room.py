@@ -64,9 +64,8 @@ def test_no_more_memory_is_held_than_may_be_used() -> None:
 
 def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     room = SaveRoom(1 << 20, 1000)
-    refuses = create_autospec(mmap.mmap, side_effect=OSError("no memory"))
     with monkeypatch.context() as patched:
-        patched.setattr(transfer, "mmap", create_autospec(mmap, mmap=refuses))
+        patched.setattr(mmap, "mmap", create_autospec(mmap.mmap, side_effect=OSError("no memory")))
         assert room.take(1) == []
     assert len(room.take(1)) == 1
 
