@@ -176,7 +176,7 @@ def long_requests(block: int) -> list[list[Request]]:
 
 #: How many of these are alone.
 ALONE = 14
-#: The first tokens of an answer, which are the same after hits of all lengths. On a processor with AVX-512 one answer of
+#: The first tokens of an answer, which are the same after hits of all lengths. On a processor with AVX-512 an answer of
 #: 90 tokens had another 69th token after a hit of 320 than after none, in a crowd, and so it had in vLLM without UCM.
 SURE = 24
 
