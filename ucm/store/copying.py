@@ -167,8 +167,7 @@ class WriteBehind:
 
     def _write(self, block: _Waiting) -> bool:
         """Copy one block; return False if the medium does not answer and the block must be tried again."""
-        key, name = block.key, self._tier.name
-        lost: StoreError = BlockMissingError(f"block {key.hex()} was evicted before it was written to {name}")
+        key, lost = block.key, None
         for source in self._above:
             try:
                 content = source.read_file(key)
@@ -184,5 +183,6 @@ class WriteBehind:
                 self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)
             return True
-        self._tier.counters.failed("save", lost)
+        evicted = f"block {key.hex()} was evicted before it was written to {self._tier.name}"
+        self._tier.counters.failed("save", lost or BlockMissingError(evicted))
         return True
