@@ -20,6 +20,7 @@ from ucm.integration.vllm.sparse.sharing import method_identity
 from ucm.logger import get_logger
 from ucm.sparse.factory import method_class
 from ucm.store.factory import key_fingerprint
+from ucm.store.format import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -318,10 +319,13 @@ class LiveWeights:
             return _values(parts)
 
     def _digest(self) -> list[int]:
-        """Return checksums of all words of each tensor, which detect any single change and any exchange of rows."""
+        """Return checksums of all bytes of each tensor; on an accelerator sums, which detect any exchange of rows."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
+            if self._on_host:
+                # Not by torch, whose threads would wait, for each tensor, for those that read blocks at that time.
+                return [checksum(memory.numpy()) for memory in self._memory()]
             sums = []
             for words in self._words():
                 rows = len(words) // _ROW
