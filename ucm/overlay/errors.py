@@ -13,11 +13,11 @@ class OverlayImportError(ImportError):
         lines = [f"UCM overlay: {what}", *(f"    {line}" for line in details)]
         lines += ["  ways out:", *(f"    - {line}" for line in ways_out)] if ways_out else []
         super().__init__("\n".join(lines), name=name)
-        self._parts = (what, details, ways_out)
+        self.what, self.details, self.ways_out = what, details, ways_out
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support pickling: a child process sends the whole error to its parent."""
-        return functools.partial(type(self), name=self.name), self._parts
+        return functools.partial(type(self), name=self.name), (self.what, self.details, self.ways_out)
 
 
 class UpstreamMismatchError(OverlayImportError):

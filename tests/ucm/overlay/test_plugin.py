@@ -81,7 +81,7 @@ def test_an_overlay_where_pth_files_are_not_read(
     error = upstream.fail(code, **variables)
 
     assert NOT_ACTIVE in error
-    assert f"overlay: {place}/ucm_vllm_overlay/\n" in error
+    assert f"overlay: {place}/ucm_vllm_overlay\n" in error
     assert f"process: {upstream.python} -c" in error
     assert "Python reads .pth files only in site-packages directories" in error
     assert (
