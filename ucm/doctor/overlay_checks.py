@@ -14,7 +14,7 @@ from ucm.doctor.environment import OVERLAY_PACKAGE, package_directories, why_not
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP
 from ucm.overlay.activation import check_in_place, installed_overlays, overlay_packages
-from ucm.overlay.errors import OverlayImportError, TamperedOverlayError
+from ucm.overlay.errors import OverlayImportError
 from ucm.overlay.finder import boots, check_seam, check_unshared, check_upstream, reviewed_bytes, sha256_of
 from ucm.overlay.manifest import Manifest, ShadowedModule, read_manifest
 
@@ -76,7 +76,7 @@ def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
     found = []
     for place in dict.fromkeys(places):
         manifest = None
-        with suppress(TamperedOverlayError):
+        with suppress(OverlayImportError):
             manifest = read_manifest(place)
         version = versions.get(place) or next(iter(editable.values()), manifest.version if manifest else "")
         found.append(Overlay(place, version, manifest))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.errors import PIP
 from ucm.logger import get_logger
-from ucm.overlay.errors import InactiveOverlayError
+from ucm.overlay.errors import OverlayImportError
 from ucm.overlay.finder import boots, check_unshared, manifest_of
 from ucm.overlay.replaced import LOADED, Replacement, replacements
 from ucm.overlay.switches import ALL, PLUGINS, is_set
@@ -41,9 +41,8 @@ def check_active(finder: Any, directory: str) -> None:
     A replaced function is only refused when a feature that needs it starts; the features are not known here.
 
     Raises:
-        InactiveOverlayError: If the finder is missing, was installed too late or is preceded by one that takes its
-            modules, or the overlay is installed twice.
-        SharedModuleError: If another overlay shadows one of its modules.
+        OverlayImportError: If the finder is missing, was installed too late or is preceded by one that takes its
+            modules, the overlay is installed twice, or another overlay shadows one of its modules.
     """
     if is_set(ALL):
         return
@@ -80,8 +79,7 @@ def check_left_out() -> None:
     """Make the check that ``VLLM_PLUGINS`` keeps vLLM from making in this process.
 
     Raises:
-        InactiveOverlayError: As `check_active`.
-        SharedModuleError: As `check_active`.
+        OverlayImportError: As `check_active`.
     """
     for point in left_out():
         point.load()()
@@ -94,8 +92,7 @@ def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Repla
         The replacements; none in a process without an overlay.
 
     Raises:
-        InactiveOverlayError: As `check_active`.
-        SharedModuleError: As `check_active`, if vLLM did not call it.
+        OverlayImportError: As `check_in_place`, and as `check_active` if vLLM did not call it.
     """
     check_left_out()
     wanted, found = list(groups), []
@@ -115,10 +112,10 @@ def check_in_place(finder: Any, manifest: Manifest, root: Path | None = None) ->
         root: The directory that contains the shadowed package; see `claims`.
 
     Raises:
-        InactiveOverlayError: The finder is missing, was installed too late, or another one takes its modules.
+        OverlayImportError: The finder is missing, was installed too late, or another one takes its modules.
     """
     if finder not in sys.meta_path:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "it is installed, and its finder does not run in this process",
             [
                 f"overlay: {manifest.directory}",
@@ -132,7 +129,7 @@ def check_in_place(finder: Any, manifest: Manifest, root: Path | None = None) ->
         )
     late = sorted(foreign_modules(manifest))
     if late:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "modules that it shadows were imported before its finder ran, or bypassed it",
             [f"{name}: {origin}" for name, origin in late],
             [
@@ -145,7 +142,7 @@ def check_in_place(finder: Any, manifest: Manifest, root: Path | None = None) ->
         )
     claimed = sorted(claims(finder, manifest, root))
     if claimed:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "a finder in front of its own would load modules that it shadows from elsewhere",
             [f"{name}: {by}" for name, by in claimed],
             [
@@ -218,7 +215,7 @@ def overlay_packages() -> list[str]:
 def _check_single(distribution: str) -> None:
     places = installed_overlays(distribution)
     if len(places) > 1:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "more than one overlay is installed, and only the first on sys.path is active",
             [f"{version}: {place}" for place, version in places.items()],
             [

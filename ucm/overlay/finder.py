@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.errors import PIP
 from ucm.logger import get_logger
-from ucm.overlay.errors import SeamMismatchError, SharedModuleError, TamperedOverlayError, UpstreamMismatchError
+from ucm.overlay.errors import OverlayImportError
 from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
 from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, is_set
@@ -60,9 +60,8 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         The spec; None if the group is switched off or vLLM has no such module, so that vLLM behaves as without UCM.
 
     Raises:
-        SharedModuleError: If another overlay also shadows the module.
-        UpstreamMismatchError: If the installed module is not the one from which the overlay was made.
-        TamperedOverlayError: If the manifest does not match the finder; the loader checks the file's content.
+        OverlayImportError: If another overlay also shadows the module, the installed module is not the one from which
+            the overlay was made, or the manifest does not match the finder. The loader checks the file's content.
     """
     manifest = manifest_of(directory)
     module = manifest.module(name)
@@ -89,7 +88,7 @@ def check_unshared(finder: Any, name: str) -> None:
     """Refuse a module that two overlays shadow: the hooks of one would silently be missing.
 
     Raises:
-        SharedModuleError: Naming both overlays, and how to build them as one.
+        OverlayImportError: Naming both overlays, and how to build them as one.
     """
     known: dict[str, Manifest] = {}
     for boot in boots():
@@ -99,7 +98,7 @@ def check_unshared(finder: Any, name: str) -> None:
                 known[boot.DIRECTORY] = of
     if len(known) < 2:  # noqa: PLR2004 - two
         return
-    raise SharedModuleError(
+    raise OverlayImportError(
         f"{len(known)} overlays shadow {name}, but only one of them would be active",
         [f"{manifest.distribution} {manifest.version}: {place}" for place, manifest in known.items()],
         [
@@ -152,7 +151,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     installed = f"{stated} (VLLM_VERSION)" if stated else version or "unknown (no metadata)"
     mine = f"--from <its environment> --release {manifest.named or manifest.release}+mine --accept"
     review = manifest.command("review", mine)
-    raise UpstreamMismatchError(
+    raise OverlayImportError(
         f"{module.name} is not the file of {manifest.title} {manifest.release} that this overlay was made from",
         [
             f"installed file: {origin}",
@@ -239,7 +238,7 @@ class OverlayLoader(SourceFileLoader):
         """Return the module's code, compiled from the reviewed bytes; bytecode is neither read nor written.
 
         Raises:
-            TamperedOverlayError: If the file contains other bytes.
+            OverlayImportError: If the file contains other bytes.
         """
         code: CodeType = self.source_to_code(reviewed_bytes(self._module, Path(self.path)), self.path)
         self._code = code
@@ -259,7 +258,7 @@ def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
     """Return the content of a rewritten file.
 
     Raises:
-        TamperedOverlayError: If it is not the reviewed one.
+        OverlayImportError: If it is not the reviewed one.
     """
     try:
         content = path.read_bytes()
@@ -268,7 +267,7 @@ def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
         content, found = b"", unreadable(error)
     if found == module.rewritten_sha256:
         return content
-    raise TamperedOverlayError(
+    raise OverlayImportError(
         f"the rewritten {module.name} is not the one that was reviewed",
         [f"file:       {path}", f"its sha256: {found}", f"reviewed:   {module.rewritten_sha256}"],
         [REINSTALL, RUN_UPSTREAM],
@@ -312,11 +311,11 @@ def check_seam(manifest: Manifest) -> None:
     """Refuse an overlay that needs a newer runtime, or a project that is not installed.
 
     Raises:
-        SeamMismatchError: Naming the missing hooks, which otherwise fail in the middle of a step.
+        OverlayImportError: Naming the missing hooks, which otherwise fail in the middle of a step.
     """
     missing = missing_hooks(manifest)
     if missing:
-        raise SeamMismatchError(
+        raise OverlayImportError(
             "it calls hooks that are not installed",
             [f"hooks: {', '.join(missing)}", f"overlay: {manifest.version}, {manifest.directory}"],
             [*how_to_complete(manifest, missing), RUN_UPSTREAM],

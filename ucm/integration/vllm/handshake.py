@@ -163,7 +163,7 @@ def require_hooked(name: str, groups: Iterable[str], owner: Any) -> None:
 
     Raises:
         SparseMethodError: Naming each replaced function, and its replacement.
-        InactiveOverlayError: If the overlay is inactive, or another finder takes its modules.
+        OverlayImportError: If the overlay is inactive, or another finder takes its modules.
     """
     found = check_feature([group.lower() for group in groups], type(owner))
     if found:
