@@ -95,11 +95,6 @@ class Later(Generic[T]):
             raise self._error
         return self._result[0]
 
-    def exception(self) -> BaseException | None:
-        """Wait for the call, and return what it raised; None if it returned."""
-        self._ended.wait()
-        return self._error
-
 
 def call_later(call: Callable[[], T], name: str, *, clock: Clock = SYSTEM) -> Later[T]:
     """Call a function in a daemon thread, which does not keep the process from exiting."""

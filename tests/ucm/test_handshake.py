@@ -246,16 +246,15 @@ class LayeredIfPossible(Layered):
     optional_hooks = True
 
 
-def overlay(title: str, named: str, called: tuple[str, ...], left_out: tuple[str, ...]) -> SimpleNamespace:
+def overlay(title: str, named: str, called: tuple[str, ...], left_out: tuple[str, ...]) -> Manifest:
     module = ShadowedModule("a.module", "a/module.py", "scheduler", "0", "0", called, ("worker",), {})
     modules = {module.name: module}
-    manifest = Manifest(Path(), "0.32.0", "0.32.0.post2", modules, {}, left_out=left_out, title=title, named=named)
-    return SimpleNamespace(manifest=manifest)
+    return Manifest(Path(), "0.32.0", "0.32.0.post2", modules, {}, left_out=left_out, title=title, named=named)
 
 
 def test_a_method_is_refused_whose_hooks_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = ("clear_row", "ffn_begin", "layer_begin", "v2_append_block_ids")
-    monkeypatch.setattr(handshake, "_states", lambda: [overlay("vLLM", "0.32.0", (), left_out)])
+    monkeypatch.setattr(handshake, "_manifests", lambda: [overlay("vLLM", "0.32.0", (), left_out)])
     with pytest.raises(
         SparseMethodError, match="Layered implements hooks that this overlay was built without"
     ) as caught:
@@ -267,12 +266,12 @@ def test_a_method_is_refused_whose_hooks_were_left_out(monkeypatch: pytest.Monke
 
 
 def test_latent_attention_is_refused_if_its_hooks_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_states", lambda: [overlay("vLLM", "0.32.0", (), ("layer_begin", "mla_begin"))])
+    monkeypatch.setattr(handshake, "_manifests", lambda: [overlay("vLLM", "0.32.0", (), ("layer_begin", "mla_begin"))])
     with pytest.raises(SparseMethodError, match="latent attention needs hooks") as caught:
         handshake.require_latent_hooks()
     assert caught.value.where == "mla_begin; overlay 0.32.0.post2 of vLLM"
     assert "build-overlay -- 0.32.0 --hooks all" in caught.value.fix
-    monkeypatch.setattr(handshake, "_states", lambda: [overlay("vLLM", "0.32.0", ("mla_begin",), ())])
+    monkeypatch.setattr(handshake, "_manifests", lambda: [overlay("vLLM", "0.32.0", ("mla_begin",), ())])
     handshake.require_latent_hooks()
 
 
@@ -280,7 +279,7 @@ def test_a_hook_that_another_overlay_calls_is_not_left_out(monkeypatch: pytest.M
     """A platform's overlay omits hooks in its own operators if vLLM's operators call them."""
     vllm = overlay("vLLM", "0.32.0", ("layer_begin",), ())
     platform = overlay("vLLM Ascend", "ascend-0.32.0", (), ("append_block_ids", "layer_begin"))
-    monkeypatch.setattr(handshake, "_states", lambda: [vllm, platform])
+    monkeypatch.setattr(handshake, "_manifests", lambda: [vllm, platform])
     with pytest.raises(SparseMethodError) as caught:
         worker(settings(Layered))
     assert caught.value.where == "append_block_ids; overlay 0.32.0.post2 of vLLM Ascend"

@@ -164,11 +164,9 @@ class _Check:
         if store is None:
             return None
         self._tier_options(store)
-        key_file = self._key_file(store)
-        found: StoreSettings = store.model_copy(update={**self._media(store), **key_file})
-        if key_file and self._make is not None:
-            self._check_key(found, store.authentication_key_file)
-        return found
+        found: StoreSettings = store.model_copy(update=self._media(store))
+        keyed: StoreSettings = found.model_copy(update=self._key(found))
+        return keyed
 
     def _tier_options(self, store: StoreSettings) -> None:
         """Check the options of the tiers that have options, and for an engine what they need; note the problems."""
@@ -188,38 +186,34 @@ class _Check:
                 place, _ = self.out.origin(("store", "tiers", name))
                 self.out.problems.append(wrong(place, error.what, error.fix))
 
-    def _key_file(self, store: StoreSettings) -> dict[str, str]:
-        """Return the setting that names the authentication key, with an absolute path; nothing is read."""
+    def _key(self, store: StoreSettings) -> dict[str, str]:
+        """Return the setting that names the authentication key, with an absolute path; note why it cannot be used.
+
+        Unlike a directory, the key is needed at once, because the names of all blocks depend on it.
+        """
         written = store.authentication_key_file
         if written is None:
             return {}
         place, _ = self.out.origin(("store", "authentication_key_file"))
         try:
-            return {"authentication_key_file": str(Path.cwd() / expand(written, place))}
+            found = {"authentication_key_file": str(Path.cwd() / expand(written, place))}
+            if self._make is not None:
+                self._read_key(store.model_copy(update=found))
         except ConfigError as error:
             self.out.problems.append(wrong(place, error.what, error.fix, written))
             return {}
+        return found
 
-    def _check_key(self, store: StoreSettings, written: str | None) -> None:
-        """Read the authentication key, and note why it cannot be used.
-
-        Unlike a directory, it is needed at once, because the names of all blocks depend on it.
-        """
+    def _read_key(self, store: StoreSettings) -> None:
         from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
 
-        place, _ = self.out.origin(("store", "authentication_key_file"))
         read = partial(authenticator_of, store.as_store_config(), of_tool=not self._make)
         found = call_later(read, "ucm-key", clock=self._clock)
         if not found.wait(store.stuck_seconds):
             what = f"the key's file has not answered for {store.stuck_seconds:.1f} s"
             fix = "check that its server runs and can be reached, or keep the key on a disk of this host"
-            self.out.problems.append(wrong(place, what, fix, written))
-            return
-        error = found.exception()
-        if isinstance(error, ConfigError):
-            self.out.problems.append(wrong(place, error.what, error.fix, written))
-        elif error is not None:
-            raise error
+            raise ConfigError(what, fix=fix)
+        found.result()
 
     def _media(self, store: StoreSettings) -> dict[str, Any]:
         """Check the directories; return the settings that name them, with absolute paths, and note the problems.

@@ -69,7 +69,7 @@ def parse_size(value: object) -> int:
     ambiguous and is refused.
 
     Raises:
-        ValueError: If it is not a size, or less than one byte.
+        RefusedValueError: If it is not a size, or less than one byte.
     """
     unit = ""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -77,14 +77,14 @@ def parse_size(value: object) -> int:
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         unit = match["unit"].lower()
         if unit and unit not in _UNITS:
-            raise ValueError(f"{match['unit']!r} is not a unit of size")
+            raise RefusedValueError(f"{match['unit']!r} is not a unit of size", SIZE_HELP)
         size = int(Decimal(match["number"]) * _UNITS[unit or "b"])
     else:
-        raise ValueError("not a size")
+        raise RefusedValueError("not a size", SIZE_HELP)
     if size < 1:
-        raise ValueError("a size must be at least one byte")
+        raise RefusedValueError("a size must be at least one byte", SIZE_HELP)
     if not unit and size < LEAST_BARE:
-        raise ValueError(f"{size} without a unit is read as {size} bytes")
+        raise RefusedValueError(f"{size} without a unit is read as {size} bytes", SIZE_HELP)
     return size
 
 
@@ -97,16 +97,13 @@ def format_size(size: float) -> str:
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"  # noqa: PLR2004 - three digits
 
 
-def _size(value: object) -> int:
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise RefusedValueError(str(error), SIZE_HELP) from error
+def _list_of(kind: type) -> BeforeValidator:
+    """Accept a single value as a list of one."""
 
+    def listed(value: object) -> object:
+        return (value,) if type(value) is kind else tuple(value) if isinstance(value, list) else value
 
-def _paths(value: object) -> object:
-    """Accept a single path as a list of one."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    return BeforeValidator(listed)
 
 
 def _path(value: str) -> str:
@@ -123,9 +120,9 @@ def _weights(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-Size = Annotated[int, BeforeValidator(_size), PlainSerializer("{}B".format, when_used="json")]
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer("{}B".format, when_used="json")]
 FilePath = Annotated[str, AfterValidator(_path)]
-Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_paths)]
+Paths = Annotated[tuple[FilePath, ...], _list_of(str)]
 Weights = Annotated[dict[str, float], AfterValidator(_weights)]
 
 
@@ -219,11 +216,6 @@ class StoreSettings(_Settings):  # type: ignore[misc] # its fields are those of 
         return StoreConfig(**{name: getattr(self, setting_name(name)) for name in StoreConfig.field_names()})
 
 
-def _numbers(value: object) -> object:
-    """Accept a single number as a list of one."""
-    return (value,) if type(value) is int else tuple(value) if isinstance(value, list) else value
-
-
 class BlendSettings(BaseModel):
     """The settings of blending; docs/blend.md explains each of them.
 
@@ -242,7 +234,7 @@ class BlendSettings(BaseModel):
     edge_tokens: int = Field(default=16, ge=0)
     ratio: float = Field(default=0.15, ge=0, le=1)
     min_tokens: int = Field(default=256, ge=1)
-    chunk_end_token_ids: Annotated[tuple[int, ...], BeforeValidator(_numbers)] = ()
+    chunk_end_token_ids: Annotated[tuple[int, ...], _list_of(int)] = ()
 
 
 class ConnectorConfig(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,18 +16,19 @@ from ucm.config.document import FILE_KEY, INLINE
 from ucm.config.problems import NO_VALUE, Place, RefusedValueError, unknown, wrong
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable
 
     from ucm.config.document import Document
     from ucm.errors import ConfigError
 
-#: The place and the original value of each of our fields, by path.
-Origins: TypeAlias = "dict[tuple[str, ...], tuple[Place, object]]"
+#: What becomes of a key: it has no effect, for a reason; a function translates it; or it is a mapping with such keys.
+#: Keys are regular expressions; one in brackets is not proposed in place of an unknown key.
+Rule: TypeAlias = "str | Callable[[Translation, Place, Any], None] | Mapping[str, Rule]"
 
-CONNECTORS, NAME, CONFIG, HEALTH = "ucm_connectors", "ucm_connector_name", "ucm_connector_config", "store_health"
+CONNECTORS, NAME, CONFIG = "ucm_connectors", "ucm_connector_name", "ucm_connector_config"
+PIPELINE_NAME, PIPELINE = "UcmPipelineStore", "store_pipeline"
 #: The key of the sparse method, and UCM's name for blending in it.
 SPARSE, BLEND = "ucm_sparse_config", "Blend"
-PIPELINE_NAME = "UcmPipelineStore"
 #: Each ``ucm_connector_name`` of a store with one tier.
 STORE_NAMES = {"UcmNfsStore": "Posix", "UcmPosixStore": "Posix"}
 PIPELINES = ("Cache|Posix", "Dram", "Empty", "Posix")
@@ -38,85 +40,6 @@ PIPELINES_NOT_IN_THIS_VERSION = {
 }
 
 
-def _same(value: object) -> object:
-    return value
-
-
-def _layerwise(value: object) -> object:
-    if not isinstance(value, bool):
-        raise RefusedValueError("neither true nor false", "write true or false")
-    return "layerwise" if value else "direct"
-
-
-def _one_more(value: object) -> object:
-    """UCM loads hits of more than this many tokens; we load hits of at least this many."""
-    return value + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
-
-
-def _directories(value: object) -> object:
-    return [part for part in value.split(":") if part] if isinstance(value, str) else value
-
-
-def _gib(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise RefusedValueError("not a number of 0 or more", "write a number of GiB; 0 is the same as none at all")
-    return int(value * (1 << 30)) or None
-
-
-#: Top-level keys with another name here, and what to do with their values.
-RENAMED: dict[str, tuple[str, Callable[[object], object]]] = {
-    "enable_metrics": ("metrics", _same),
-    "load_tokens_threshold": ("min_hit_tokens", _one_more),
-    "use_layerwise": ("connector", _layerwise),
-}
-#: The same for ``ucm_connector_config``.
-STORE_RENAMED: dict[str, tuple[str, Callable[[object], object]]] = {
-    "cache_buffer_capacity_gb": ("dram_capacity", _gib),
-    "posix_capacity_gb": ("posix_capacity", _gib),
-    "storage_backends": ("directories", _directories),
-    f"{HEALTH}.failure_threshold": ("failures_until_rest", _same),
-    f"{HEALTH}.health_check_interval_s": ("rest_seconds", _same),
-}
-#: Top-level keys that are refused, and what to write instead.
-REFUSED = {
-    NAME: f"write {CONNECTORS}: [{{{NAME}: …, {CONFIG}: {{…}}}}]",
-    CONFIG: f"write {CONNECTORS}: [{{{NAME}: …, {CONFIG}: {{…}}}}]",
-    "ucm_sparse_method": f"write {SPARSE}: {{<method>: {{}}}}",
-    "use_inference_duration_monitor": "vLLM's own request metrics show these durations",
-    "use_lite": "to measure the share of hits alone, use `connector: mock` with `hit_ratio: 0`",
-}
-_NO_TIMEOUT = "a transfer ends when the medium answers; requests are recomputed meanwhile, not failed"
-#: Top-level keys that have no effect, as regular expressions, and why.
-WITHOUT_EFFECT = {
-    "enable_event_sync": "a save always waits for the step that computes its blocks",
-    "enable_record_traces": "requests are not traced; ucm:queried_tokens_total and ucm:hit_tokens_total count them",
-    "inference_duration_monitor_fake_hit_ratio": "there is no such monitor",
-    "load_only_first_rank": "every rank loads what it needs itself",
-    "metrics_config_path": "all metrics are exported as vLLM's are; metrics_log_interval is that of the log",
-    "persist_token_threshold": "short requests are saved as well; min_hit_tokens is the shortest hit that is loaded",
-    "timeout_ms": _NO_TIMEOUT,
-    "wa_dump_block_wise": "every whole block is saved",
-}
-#: The same for ``ucm_connector_config``.
-STORE_WITHOUT_EFFECT = {
-    "kv_block_size": "the geometry of a block is read from the KV cache itself",
-    "buffer_(number|size)|(running|waiting)_queue_depth": "store.save_queue says how many bytes may wait to be written",
-    "cache_(io_aggregation|load_backend_only|sdma_direct)|use_gdr": "the device interface decides how to copy",
-    "drampool_.*|(local|node|router|transport)_.*|(lookup|dump|load)_timeout_ms|max_io_entries|reconnect_interval_ms": (
-        "it belongs to the pooled DRAM store"
-    ),
-    "posix_gc_.*": "when a capacity is set, the blocks unused for longest go as soon as it is reached",
-    "posix_io_engine|io_direct": "there is one way to read and write, through the page cache",
-    "shard_data_dir": "blocks always lie in subdirectories",
-    "share_buffer_(capacity_gb|enable)": "all ranks of a host share the Dram tier",
-    "stream_number|posix_.*_concurrency": "store.load_threads and store.save_threads say how many threads there are",
-    rf"{HEALTH}\.(enabled|health_check_timeout_s|health_window_size)": (
-        "a directory that fails always rests for a while; store.failures_until_rest and store.rest_seconds say when"
-    ),
-    "timeout_ms": _NO_TIMEOUT,
-}
-
-
 @dataclass
 class Translation:
     """Settings in our names.
@@ -124,14 +47,14 @@ class Translation:
     Attributes:
         top: The place reported for a field that was not written.
         settings: The settings, not yet validated field by field.
-        origins: The origin of each setting that had another name or place.
+        origins: The place and the original value of each setting that had another name or place, by path.
         notices: Settings that are recognised but have no effect, one sentence each.
         problems: Settings that are not recognised.
     """
 
     top: Place
     settings: dict[str, Any] = field(default_factory=dict)
-    origins: Origins = field(default_factory=dict)
+    origins: dict[tuple[str, ...], tuple[Place, object]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
 
@@ -157,158 +80,212 @@ class Translation:
                 return place.inside(*rest), found if rest else written
         return self.top.inside(*path), NO_VALUE
 
-    def refuse(self, place: Place, what: str, fix: str, value: object) -> None:
-        """Note a problem."""
-        self.problems.append(wrong(place, what, fix, value))
-
     def without_effect(self, place: Place, reason: str) -> None:
         """Note a key that is recognised but has no effect."""
         self.notices.append(f"{place} has no effect here: {reason}")
 
+    def apply(self, rules: Mapping[str, Rule], place: Place, key: str, value: object) -> None:
+        """Translate one key by the rule for it."""
+        rule = next((rule for name, rule in rules.items() if re.fullmatch(name, key)), None)
+        if rule is None:
+            self.problems.append(unknown(place, value, filter(str.isidentifier, rules)))
+        elif isinstance(rule, str):
+            self.without_effect(place, rule)
+        elif not isinstance(rule, Mapping):
+            try:
+                rule(self, place, value)
+            except RefusedValueError as error:
+                self.problems.append(wrong(place, error.what, error.fix, value))
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                self.apply(rule, place.inside(str(name)), str(name), one)
+        else:
+            self.problems.append(wrong(place, "not a mapping", f"write {{{next(iter(rule))}: …}}", value))
+
 
 def translate(document: Document, own: Iterable[str]) -> Translation:
     """Translate a document's settings into our names."""
-    ours = frozenset(own)
-    out = Translation(Place(str(document.file or INLINE)))
-    for key, value in document.settings.items():
-        place = document.place(key)
-        rival = "store" if key == CONNECTORS else RENAMED[key][0] if key in RENAMED else None
-        if rival in document.settings:
-            out.refuse(place, f"sets the same as {rival}", "keep one of the two", value)
-        elif key == SPARSE and isinstance(value, dict) and BLEND in value:
-            _blend(out, place, value)
-        elif key in ours:
-            out.put((key,), value, place, value)
-        elif key == CONNECTORS:
-            _connectors(out, place, value)
-        elif key in REFUSED and value is not False:
-            out.refuse(place, f"{key} is not in this version", REFUSED[key], value)
-        elif key in REFUSED:
-            out.without_effect(place, "it is not in this version")
-        elif not _by_table(out, (), place, key, value, RENAMED, WITHOUT_EFFECT):
-            known = {*ours, *RENAMED, *WITHOUT_EFFECT, CONNECTORS}
-            out.problems.append(unknown(place, value, known | ({FILE_KEY} if document.file is None else set())))
+    out, ours = Translation(Place(str(document.file or INLINE))), dict.fromkeys(own, _own)
+    rules = {**ours, **TOP, **({} if document.file else {FILE_KEY: _own})}
+    # Of two keys that set the same, the one that is not ours is refused.
+    for key in sorted(document.settings, key=lambda key: rules.get(key) is not _own):
+        out.apply(rules, document.place(key), key, document.settings[key])
     return out
 
 
-def _by_table(
-    out: Translation,
-    path: tuple[str, ...],
-    place: Place,
-    key: str,
-    value: object,
-    renamed: Mapping[str, tuple[str, Callable[[object], object]]],
-    ignored: Mapping[str, str],
-) -> bool:
-    """Translate one key below a path of ours; return False if no table has it."""
-    if key in renamed:
-        name, convert = renamed[key]
-        try:
-            found = convert(value)
-        except RefusedValueError as error:
-            out.refuse(place, error.what, error.fix, value)
-            return True
+def _own(out: Translation, place: Place, value: object) -> None:
+    out.put((place.path,), value, place, value)
+
+
+def _to(path: str, convert: Callable[[Any], object] = lambda value: value) -> Rule:
+    """Return the rule for a key that sets our field of a path to what a function makes of its value."""
+
+    def rule(out: Translation, place: Place, value: object) -> None:
+        _not_set_by(out, path)
+        found = convert(value)
         if found is None:
             out.without_effect(place, "it is the default")
         else:
-            out.put((*path, name), found, place, value)
-        return True
-    reason = next((why for pattern, why in ignored.items() if re.fullmatch(pattern, key)), None)
-    if reason is not None:
-        out.without_effect(place, reason)
-    return reason is not None
+            out.put(tuple(path.split(".")), found, place, value)
+
+    return rule
 
 
-def _connectors(out: Translation, place: Place, value: object) -> None:
+def _not_set_by(out: Translation, ours: str) -> None:
+    if ours in out.settings:
+        raise RefusedValueError(f"sets the same as {ours}", "keep one of the two")
+
+
+def _refused(fix: str) -> Rule:
+    """Return the rule for a key that is refused unless it is false, with what to write in its place."""
+
+    def rule(out: Translation, place: Place, value: object) -> None:
+        if value is not False:
+            raise RefusedValueError(f"{place.path} is not in this version", fix)
+        out.without_effect(place, "it is not in this version")
+
+    return rule
+
+
+def _layerwise(value: Any) -> object:
+    if not isinstance(value, bool):
+        raise RefusedValueError("neither true nor false", "write true or false")
+    return "layerwise" if value else "direct"
+
+
+def _one_more(value: Any) -> object:
+    """UCM loads hits of more than this many tokens; we load hits of at least this many."""
+    return value + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
+
+
+def _directories(value: Any) -> object:
+    return [part for part in value.split(":") if part] if isinstance(value, str) else value
+
+
+def _gib(value: Any) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise RefusedValueError("not a number of 0 or more", "write a number of GiB; 0 is the same as none at all")
+    return int(value * (1 << 30)) or None
+
+
+def _pipeline(value: Any) -> object:
+    if value in PIPELINES:
+        return value
+    known = PIPELINES_NOT_IN_THIS_VERSION.get(value) if isinstance(value, str) else None
+    raise RefusedValueError("this pipeline is not in this version", known or f"use one of {', '.join(PIPELINES)}")
+
+
+def _named(value: Any) -> object:
+    if isinstance(value, str) and value in STORE_NAMES:
+        return STORE_NAMES[value]
+    what = "a store without a name" if value is NO_VALUE else f"there is no store {value!r} in this version"
+    raise RefusedValueError(what, f"use one of {', '.join([PIPELINE_NAME, *STORE_NAMES])}")
+
+
+def _connectors(out: Translation, place: Place, value: Any) -> None:
     """Translate the only one of UCM's connectors into our ``store``."""
+    _not_set_by(out, "store")
     if not isinstance(value, list) or len(value) != 1:
         number = f"{len(value)} connectors" if isinstance(value, list) else "not a list"
-        out.refuse(place, f"{number}, where one is expected", f"write a list of one: [{{{NAME}: …}}]", value)
-        return
-    place, connector = place.inside(0), value[0]
-    if not isinstance(connector, dict):
-        out.refuse(place, "not a mapping", f"write {{{NAME}: …, {CONFIG}: {{…}}}}", connector)
-        return
-    for key in connector.keys() - {NAME, CONFIG}:
-        if key == "ucm_connector_module_path":
-            fix = "write store: {pipeline: 'module:Class', options: {…}} in its place"
-            out.refuse(place.inside(key), "a store of your own is named in our format", fix, connector[key])
-        else:
-            out.problems.append(unknown(place.inside(str(key)), connector[key], (NAME, CONFIG)))
-    within, config = place.inside(CONFIG), connector.get(CONFIG, {})
-    if not isinstance(config, dict):
-        out.refuse(within, "not a mapping", "write {storage_backends: …}", config)
-        return
-    out.origins[("store",)] = (within, NO_VALUE)
-    if _pipeline(out, place, connector, config):
-        for key, one in config.items():
-            _store_key(out, within, str(key), one)
+        raise RefusedValueError(f"{number}, where one is expected", f"write a list of one: [{{{NAME}: …}}]")
+    out.apply({CONNECTORS: _connector}, place.inside(0), CONNECTORS, value[0])
 
 
-def _pipeline(out: Translation, place: Place, connector: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Set the pipeline; return False if the store is unclear or not ours."""
-    name = connector.get(NAME, NO_VALUE)
-    if isinstance(name, str) and name in STORE_NAMES:
-        out.put(("store", "pipeline"), STORE_NAMES[name], place.inside(NAME), name)
-        return True
+def _connector(out: Translation, place: Place, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise RefusedValueError("not a mapping", f"write {{{NAME}: …, {CONFIG}: {{…}}}}")
+    name, config, within = value.get(NAME, NO_VALUE), value.get(CONFIG, {}), place.inside(CONFIG)
+    out.origins["store",] = (within, NO_VALUE)
+    before = len(out.problems)
     if name != PIPELINE_NAME:
-        what = "a store without a name" if name is NO_VALUE else f"there is no store {name!r} in this version"
-        out.refuse(place.inside(NAME), what, f"use one of {', '.join([PIPELINE_NAME, *STORE_NAMES])}", name)
-        return False
-    pipeline = config.get("store_pipeline", "Cache|Posix")
-    where = place.inside(CONFIG, "store_pipeline")
-    if pipeline in PIPELINES:
-        out.put(("store", "pipeline"), pipeline, where, config.get("store_pipeline", NO_VALUE))
-        return True
-    fix = f"use one of {', '.join(PIPELINES)}"
-    if isinstance(pipeline, str):
-        fix = PIPELINES_NOT_IN_THIS_VERSION.get(pipeline, fix)
-    out.refuse(where, "this pipeline is not in this version", fix, pipeline)
-    return False
+        out.apply({NAME: _to("store.pipeline", _named)}, place.inside(NAME), NAME, name)
+    elif isinstance(config, dict):
+        config = {PIPELINE: "Cache|Posix", **config}
+        out.apply({PIPELINE: _to("store.pipeline", _pipeline)}, within.inside(PIPELINE), PIPELINE, config.pop(PIPELINE))
+    if len(out.problems) == before:  # the keys of a store that is not ours are none of ours
+        out.apply({CONFIG: STORE}, within, CONFIG, config)
+    for key in value.keys() - {NAME, CONFIG}:
+        out.apply(CONNECTOR, place.inside(str(key)), str(key), value[key])
 
 
-def _store_key(out: Translation, within: Place, key: str, value: object) -> None:
-    place = within.inside(key)
-    if key == HEALTH and isinstance(value, dict):
-        for name, one in value.items():
-            _store_key(out, within, f"{HEALTH}.{name}", one)
-    elif key == HEALTH:
-        out.refuse(place, "not a mapping", "write {enabled: …}", value)
-    elif key != "store_pipeline" and not _by_table(
-        out, ("store",), place, key, value, STORE_RENAMED, STORE_WITHOUT_EFFECT
-    ):
-        out.problems.append(unknown(place, value, {"store_pipeline", *STORE_RENAMED}))
-
-
-def _blend(out: Translation, place: Place, value: dict[str, object]) -> None:
+def _sparse(out: Translation, place: Place, value: Any) -> None:
     """Translate UCM's blending; it selects tokens by their deviation in one layer, where ours asks the question."""
+    if not isinstance(value, dict) or BLEND not in value:
+        _own(out, place, value)
+        return
+    _not_set_by(out, "blend")
     place, options = place.inside(BLEND), value[BLEND]
     if len(value) > 1 or not isinstance(options, dict):
-        out.refuse(
-            place,
-            "must be a mapping, and cannot be combined with a sparse method",
-            f"write {{{BLEND}: {{…}}}} alone",
-            value,
-        )
-        return
+        what = "Blend must be a mapping, and cannot be combined with a sparse method"
+        raise RefusedValueError(what, f"write {{{BLEND}: {{…}}}} alone")
     out.put(("blend", "select"), "question", place, options)
-    for key, written in options.items():
-        at = place.inside(str(key))
-        if key == "chunk_end_token_id":
-            out.put(("blend", "chunk_end_token_ids"), written, at, written)
-        elif key == "compute_meta":
-            _ratio(out, at, written)
-        else:
-            out.problems.append(unknown(at, written, ("chunk_end_token_id", "compute_meta")))
+    out.apply({BLEND: BLENDING}, place, BLEND, options)
 
 
-def _ratio(out: Translation, place: Place, value: object) -> None:
-    items = list(value.items()) if isinstance(value, dict) else []
-    told = items[0][1] if len(items) == 1 else None
+def _layer(out: Translation, place: Place, value: Any) -> None:
+    layer, told = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)
     if not isinstance(told, dict) or set(told) != {"ratio"}:
         fix = "write {model.layers.1.self_attn.attn: {ratio: 0.2}}"
-        out.refuse(place, "must be one layer with the ratio to compute after it", fix, value)
-        return
-    layer = place.inside(str(items[0][0]))
-    out.without_effect(layer, "the question selects the tokens, not what a layer computes")
-    out.put(("blend", "ratio"), told["ratio"], layer.inside("ratio"), told["ratio"])
+        raise RefusedValueError("must be one layer with the ratio to compute after it", fix)
+    place = place.inside(str(layer))
+    out.without_effect(place, "the question selects the tokens, not what a layer computes")
+    out.put(("blend", "ratio"), told["ratio"], place.inside("ratio"), told["ratio"])
+
+
+_NO_TIMEOUT = "a transfer ends when the medium answers; requests are recomputed meanwhile, not failed"
+_LIST = f"write {CONNECTORS}: [{{{NAME}: …, {CONFIG}: {{…}}}}]"
+#: The top-level keys that are not ours as well.
+TOP: dict[str, Rule] = {
+    CONNECTORS: _connectors,
+    SPARSE: _sparse,
+    "enable_metrics": _to("metrics"),
+    "load_tokens_threshold": _to("min_hit_tokens", _one_more),
+    "use_layerwise": _to("connector", _layerwise),
+    f"({NAME})": _refused(_LIST),
+    f"({CONFIG})": _refused(_LIST),
+    "(ucm_sparse_method)": _refused(f"write {SPARSE}: {{<method>: {{}}}}"),
+    "(use_inference_duration_monitor)": _refused("vLLM's own request metrics show these durations"),
+    "(use_lite)": _refused("to measure the share of hits alone, use `connector: mock` with `hit_ratio: 0`"),
+    "enable_event_sync": "a save always waits for the step that computes its blocks",
+    "enable_record_traces": "requests are not traced; ucm:queried_tokens_total and ucm:hit_tokens_total count them",
+    "inference_duration_monitor_fake_hit_ratio": "there is no such monitor",
+    "load_only_first_rank": "every rank loads what it needs itself",
+    "metrics_config_path": "all metrics are exported as vLLM's are; metrics_log_interval is that of the log",
+    "persist_token_threshold": "short requests are saved as well; min_hit_tokens is the shortest hit that is loaded",
+    "timeout_ms": _NO_TIMEOUT,
+    "wa_dump_block_wise": "every whole block is saved",
+}
+#: The keys of a connector; those without a rule are looked at first.
+CONNECTOR: dict[str, Rule] = {
+    NAME: "",
+    CONFIG: "",
+    "(ucm_connector_module_path)": _refused("write store: {pipeline: 'module:Class', options: {…}} in our format"),
+}
+#: The keys of ``ucm_connector_config``.
+STORE: dict[str, Rule] = {
+    PIPELINE: "the store's name says what it is",
+    "cache_buffer_capacity_gb": _to("store.dram_capacity", _gib),
+    "posix_capacity_gb": _to("store.posix_capacity", _gib),
+    "storage_backends": _to("store.directories", _directories),
+    "store_health": {
+        "enabled|health_check_timeout_s|health_window_size": (
+            "a directory that fails always rests for a while; store.failures_until_rest and store.rest_seconds say when"
+        ),
+        "failure_threshold": _to("store.failures_until_rest"),
+        "health_check_interval_s": _to("store.rest_seconds"),
+    },
+    "kv_block_size": "the geometry of a block is read from the KV cache itself",
+    "buffer_(number|size)|(running|waiting)_queue_depth": "store.save_queue says how many bytes may wait to be written",
+    "cache_(io_aggregation|load_backend_only|sdma_direct)|use_gdr": "the device interface decides how to copy",
+    "drampool_.*|(local|node|router|transport)_.*|(lookup|dump|load)_timeout_ms|max_io_entries|reconnect_interval_ms": (
+        "it belongs to the pooled DRAM store"
+    ),
+    "posix_gc_.*": "when a capacity is set, the blocks unused for longest go as soon as it is reached",
+    "posix_io_engine|io_direct": "there is one way to read and write, through the page cache",
+    "shard_data_dir": "blocks always lie in subdirectories",
+    "share_buffer_(capacity_gb|enable)": "all ranks of a host share the Dram tier",
+    "stream_number|posix_.*_concurrency": "store.load_threads and store.save_threads say how many threads there are",
+    "timeout_ms": _NO_TIMEOUT,
+}
+#: The keys of UCM's blending.
+BLENDING: dict[str, Rule] = {"chunk_end_token_id": _to("blend.chunk_end_token_ids"), "compute_meta": _layer}

@@ -26,6 +26,7 @@ absolute.
 - ``run``: null, or ``outcome`` (``finished``, ``failed``, ``timed out``); ``seconds``; ``output``, the kept log (null
   after a run without problems), and ``tail``, its end if the run did not finish; ``saw``, what the engine reported;
   ``processes``, each ``pid``, ``process``, ``roles``, ``counts``; ``hooks``, each ``hook``, ``role``, ``expected``,
-  ``reason`` (why it is not expected), ``fired`` by process id, ``status`` (``ok``, ``missing``, ``not expected``).
+  ``reason`` (why it is not expected), ``fired`` by process id, ``status`` (``ok``, ``missing``, ``not expected``),
+  ``at_least`` (how often it must fire in each process).
 - ``next``: what to do, in order.
 """

@@ -17,10 +17,10 @@ from ucm.errors import UcmError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from ucm.doctor.environment import ImportHooks, Vllm
-    from ucm.doctor.overlay_checks import ModuleState, Overlay
+    from ucm.doctor.environment import Vllm
+    from ucm.doctor.overlay_checks import Overlay
     from ucm.doctor.run import Run
 
 DEFAULT_TIMEOUT = 600.0
@@ -40,24 +40,16 @@ class Report:
     """The result of all checks.
 
     Attributes:
-        runtimes: Other distributions and copies of the package ``ucm``.
         vllm: The installed vLLM, if any.
         overlays: The installed overlays.
-        hooks: The import hooks of this process.
-        files: The start-up files that run code.
-        switches: The kill switches that are set.
-        modules: The shadowed modules of the active overlay.
+        about: What was found about the environment, as ``--json`` prints it.
         findings: The findings of the checks.
         run: The engine run, if there was one.
     """
 
-    runtimes: list[str]
     vllm: Vllm | None
     overlays: list[Overlay]
-    hooks: ImportHooks
-    files: list[Path]
-    switches: list[str]
-    modules: list[ModuleState]
+    about: dict[str, Any]
     findings: list[Finding]
     run: Run | None = None
 
@@ -79,15 +71,13 @@ class Report:
         if has_error(findings):
             count = sum(finding.status is Status.ERROR for finding in findings)
             return f"UCM's overlay is not working: {count} error{'s' if count > 1 else ''}."
-        on = sum(state.disabled is None for state in self.modules)
+        modules = self.about["modules"]
+        on = sum(module["disabled"] is None for module in modules)
         if not on:
             return "UCM's overlay is installed and switched off: vLLM runs unchanged."
         manifest = self.overlays[0].manifest
         release = manifest.release if manifest else ""
-        return (
-            f"UCM's overlay is active: {on} of its {len(self.modules)} modules replace those of vLLM {release} "
-            "at import."
-        )
+        return f"UCM's overlay is active: {on} of its {len(modules)} modules replace those of vLLM {release} at import."
 
     @property
     def todo(self) -> list[str]:
@@ -103,13 +93,8 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
         config: A settings file to check too.
         model: The directory of the model that will run with it, if known.
     """
-    early = [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
-    runtimes, files, hooks, on = (
-        environment.other_runtimes(),
-        environment.start_up_files(),
-        environment.import_hooks(),
-        environment.switches(),
-    )
+    runtimes, files = environment.other_runtimes(), environment.start_up_files()
+    hooks, on = environment.import_hooks(), environment.switches()
     vllm, overlays = environment.find_vllm(), overlay_checks.find_overlays()
     overlay = overlays[0] if overlays else None
     manifest = overlay.manifest if overlay else None
@@ -127,13 +112,11 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
         *(environment.check_metadata(vllm) if vllm is not None else ()),
         of_overlay,
     ]
-    if overlay is not None:
-        claimed = overlay_checks.claimed_modules(manifest, vllm)
-        in_place = environment.check_import_hook(hooks, overlay.directory, early, files, claimed)
-        findings += [environment.check_start_up_file(overlay.directory, hooks), in_place]
+    if manifest is not None:
+        findings.append(overlay_checks.check_import_hook(hooks, manifest, vllm, files))
     findings += overlay_checks.check_further_overlays()
     if manifest is not None and vllm is not None and active:
-        findings += overlay_checks.check_modules(states, manifest, vllm)
+        findings.append(overlay_checks.check_modules(states, manifest, vllm.directory, vllm.release))
     findings.append(environment.check_switches(on, manifest))
     if overlay is not None:
         findings.append(environment.check_plugins())
@@ -141,15 +124,7 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     broken = has_error(finding for finding in findings if overlays or finding is not of_overlay)
     findings += config_checks.check_connector(vllm, config, settings, broken=broken)
     findings += [*settings, *([of_model] if of_model else [])]
-    return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
-
-
-def as_data(report: Report) -> dict[str, Any]:
-    """Return the report as the object that ``--json`` prints."""
-    return {
-        "schema": SCHEMA,
-        "status": worst(report.findings).value,
-        "verdict": report.verdict,
+    about = {
         "python": {
             "version": platform.python_version(),
             "executable": sys.executable,
@@ -158,20 +133,20 @@ def as_data(report: Report) -> dict[str, Any]:
         "runtime": {
             "version": ucm.__version__,
             "directory": str(environment.runtime_directory()),
-            "others": report.runtimes,
+            "others": runtimes,
         },
-        "vllm": _vllm(report.vllm) if report.vllm else None,
+        "vllm": _vllm(vllm) if vllm else None,
         "overlays": [
             {
                 "version": overlay.version or None,
                 "release": overlay.manifest.release if overlay.manifest else None,
                 "directory": str(overlay.directory),
             }
-            for overlay in report.overlays
+            for overlay in overlays
         ],
-        "import_hook": {"position": report.hooks.position, "ahead": report.hooks.ahead},
-        "start_up_files": [str(file) for file in report.files],
-        "switches": report.switches,
+        "import_hook": {"position": hooks.position, "ahead": hooks.ahead},
+        "start_up_files": [str(file) for file in files],
+        "switches": on,
         "modules": [
             {
                 "name": state.module.name,
@@ -181,8 +156,19 @@ def as_data(report: Report) -> dict[str, Any]:
                 "disabled": state.disabled,
                 "loads": str(state.loads) if state.loads else None,
             }
-            for state in report.modules
+            for state in states
         ],
+    }
+    return Report(vllm, overlays, about, findings)
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """Return the report as the object that ``--json`` prints."""
+    return {
+        "schema": SCHEMA,
+        "status": worst(report.findings).value,
+        "verdict": report.verdict,
+        **report.about,
         "findings": [{**asdict(finding), "status": finding.status.value} for finding in report.findings],
         "run": report.run.as_data() if report.run else None,
         "next": report.todo,
@@ -198,8 +184,8 @@ def _vllm(vllm: Vllm) -> dict[str, Any]:
 def render(report: Report) -> str:
     """Return the whole report as text."""
     blocks = [[report.verdict], _findings(report.findings)]
-    if report.modules:
-        blocks.append(_modules(report.modules))
+    if modules := report.about["modules"]:
+        blocks.append(_modules(modules, str(report.overlays[0].directory)))
     if report.run is not None:
         blocks.append(_of_run(report.run))
     if report.todo:
@@ -216,20 +202,16 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _modules(states: Sequence[ModuleState]) -> list[str]:
+def _modules(modules: Sequence[Mapping[str, Any]], overlay: str) -> list[str]:
     rows = [("module", "group", "vLLM's", "ours", "loaded from")]
-    for state in states:
-        module = state.module
-        rows.append((module.name, module.group, state.upstream, state.rewritten, _loads(state)))
+    for module in modules:
+        loads = "nowhere: ImportError"
+        if module["disabled"] is not None:
+            loads = f"vLLM: {module['disabled']}"
+        elif module["loads"] is not None:
+            loads = "overlay" if module["loads"].startswith(overlay) else "vLLM"
+        rows.append((module["name"], module["group"], module["upstream"], module["rewritten"], loads))
     return [f"  {line}" for line in table(rows)]
-
-
-def _loads(state: ModuleState) -> str:
-    if state.disabled is not None:
-        return f"vLLM: {state.disabled}"
-    if state.loads is None:
-        return "nowhere: ImportError"
-    return "vLLM" if state.loads == state.origin else "overlay"
 
 
 def _of_run(run: Run) -> list[str]:
@@ -248,7 +230,7 @@ def _of_run(run: Run) -> list[str]:
     idle: dict[str, list[str]] = {}
     for result in run.hooks:
         if not result.at_least:
-            idle.setdefault(result.reason, []).append(result.hook)
+            idle.setdefault(str(result.reason), []).append(result.hook)
     return [
         *lines,
         "  not expected in this run",

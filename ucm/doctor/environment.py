@@ -28,8 +28,6 @@ from ucm.overlay.manifest import REINSTALL
 from ucm.overlay.switches import ALL, PLUGINS, is_set, variable_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ucm.overlay.manifest import Manifest
 
 FINGERPRINTS = Path(__file__).parents[1] / "overlay" / "fingerprints.json"
@@ -175,24 +173,19 @@ def _not_installed(wanted: str | None) -> Finding:
     package = f"vllm=={wanted}" if wanted else "vllm"
     spec = importlib.util.find_spec("vllm")
     stray = list(spec.submodule_search_locations or []) if spec else []
+    todo: tuple[str, ...]
     if stray:
-        return Finding(
-            CHECK,
-            Status.ERROR,
-            "not installed: Python finds only a directory named vllm without an __init__.py",
-            tuple(stray),
-            ("start in another directory, or remove it from PYTHONPATH", f"{PIP} install {package}"),
-        )
-    return Finding(
-        CHECK,
-        Status.ERROR,
-        "not installed for this Python",
-        (f"searched {len(sys.path)} entries of sys.path of {sys.executable}",),
-        (
+        what = "not installed: Python finds only a directory named vllm without an __init__.py"
+        details = tuple(stray)
+        todo = ("start in another directory, or remove it from PYTHONPATH", f"{PIP} install {package}")
+    else:
+        what = "not installed for this Python"
+        details = (f"searched {len(sys.path)} entries of sys.path of {sys.executable}",)
+        todo = (
             f"install it: {PIP} install {package}",
             "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm doctor",
-        ),
-    )
+        )
+    return Finding(CHECK, Status.ERROR, what, details, todo)
 
 
 @dataclass(frozen=True)
@@ -348,81 +341,21 @@ def import_hooks() -> ImportHooks:
     return ImportHooks(position, directory, ahead)
 
 
-def check_start_up_file(overlay: Path, hooks: ImportHooks) -> Finding:
-    """Check that the overlay's .pth file is in a directory that this Python reads."""
-    check, place = "start-up file", overlay.parent
-    if sys.flags.no_site:
-        what = "this Python was started with -S, so it reads no .pth files"
-        return Finding(check, Status.ERROR, what, todo=("start vLLM without -S",))
-    if hooks.position is not None and hooks.directory == overlay.resolve():
-        # An editable installation has the file in site-packages and the package elsewhere.
-        read = [directory for directory in site_directories() if (directory / PTH).is_file()]
-        where = tuple(map(str, read)) or ("in a directory that another start-up file adds",)
-        return Finding(check, Status.OK, f"{PTH} ran when this Python started", where)
-    if place.resolve() not in site_directories():
-        return Finding(
-            check,
-            Status.ERROR,
-            "Python does not read .pth files in the overlay's directory, so the overlay is never activated",
-            (
-                f"overlay: {place}",
-                "it is on PYTHONPATH, or was installed with `pip install --target`",
-                *(f"read: {directory}" for directory in site_directories()),
-            ),
-            (
-                f"remove {place} from PYTHONPATH",
-                f"install the wheel into the environment: {PIP} install <overlay wheel>",
-            ),
-        )
-    if not (place / PTH).is_file():
-        return Finding(
-            check,
-            Status.ERROR,
-            f"{PTH} is missing: the overlay is never activated",
-            (str(place),),
-            (REINSTALL,),
-        )
-    return Finding(check, Status.OK, f"{PTH} is in a directory that this Python reads", (str(place),))
-
-
-def check_import_hook(
-    hooks: ImportHooks,
-    overlay: Path,
-    loaded: Iterable[str],
-    files: Iterable[Path] = (),
-    claimed: Iterable[tuple[str, str]] = (),
-) -> Finding:
-    """Check that the overlay's finder was installed in this process in time, and no earlier finder takes its modules.
+def why_not_started(overlay: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return why an overlay's .pth file did not run when this Python started, and what to do.
 
     Args:
-        hooks: The import hooks of this process.
         overlay: The overlay package's directory.
-        loaded: The modules of vLLM that were loaded before UCM's.
-        files: The start-up files that run code.
-        claimed: The shadowed modules that an earlier finder would load from elsewhere, each with a description.
     """
-    check = "import hook"
-    if hooks.position is None:
-        in_order = check_start_up_file(overlay, hooks).status is Status.OK
-        return Finding(
-            check,
-            Status.ERROR,
-            "not found in this process: vLLM's modules are not replaced here",
-            (f"{PTH} did not run when {sys.executable} started",),
-            (REINSTALL,) if in_order else (),
+    place = overlay.parent
+    if sys.flags.no_site:
+        return ("this Python was started with -S, so it reads no .pth files",), ("start vLLM without -S",)
+    if place.resolve() not in site_directories():
+        why = (
+            "Python does not read .pth files in the overlay's directory:",
+            "it is on PYTHONPATH, or was installed with `pip install --target`",
+            *(f"read: {directory}" for directory in site_directories()),
         )
-    if hooks.directory is not None and hooks.directory != overlay.resolve():
-        what = "in place, but for another overlay than the one found"
-        details = (f"serves: {hooks.directory}", f"found first on sys.path: {overlay}")
-        return Finding(check, Status.ERROR, what, details, ("keep one of the two",))
-    early = sorted(loaded)
-    if early:
-        names = (*(f"loaded already: {name}" for name in early[:5]), *(f"start-up file: {file}" for file in files))
-        what = "in place, but vLLM had been imported when the interpreter started"
-        return Finding(check, Status.ERROR, what, names, ("remove the start-up file that imports vLLM",))
-    taken = tuple(f"{name}: {by}" for name, by in claimed)
-    if taken:
-        what = "in place, but an earlier finder would load modules that it shadows: vLLM will not start"
-        return Finding(check, Status.ERROR, what, taken, ("remove the package that installs the earlier finder",))
-    ahead = tuple(f"earlier finder, ignores our modules: {name}" for name in hooks.ahead)
-    return Finding(check, Status.OK, f"in place, number {hooks.position + 1} on sys.meta_path of this process", ahead)
+        return why, (f"remove {place} from PYTHONPATH",)
+    missing = "is missing" if not (place / PTH).is_file() else f"did not run when {sys.executable} started"
+    return (f"{place / PTH} {missing}",), (REINSTALL,)

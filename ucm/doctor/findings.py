@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ucm.errors import UcmError
+    from ucm.overlay.errors import OverlayImportError
 
 
 class Status(enum.Enum):
@@ -43,6 +44,11 @@ class Finding:
         """Return the finding that an error is, with what to do about it if the error does not say."""
         what, *lines = str(error).splitlines()
         return cls(check, Status.ERROR, what, (*details, *lines), tuple(filter(None, [error.fix or todo])))
+
+    @classmethod
+    def of_import(cls, check: str, error: OverlayImportError, *details: str) -> Finding:
+        """Return the finding that an error is with which a process of vLLM would not start."""
+        return cls(check, Status.ERROR, error.what, (*error.details, *details), tuple(error.ways_out))
 
 
 def worst(findings: Iterable[Finding]) -> Status:

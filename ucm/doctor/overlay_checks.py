@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.doctor.environment import OVERLAY_PACKAGE, package_directories
+from ucm.doctor.environment import OVERLAY_PACKAGE, package_directories, why_not_started
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP
-from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
-from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.finder import how_to_build, how_to_complete, how_to_get, how_to_unite, missing_hooks, sha256_of
-from ucm.overlay.manifest import REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.switches import ALL
+from ucm.overlay.activation import check_in_place, installed_overlays, overlay_packages
+from ucm.overlay.errors import OverlayImportError
+from ucm.overlay.finder import boots, check_seam, check_unshared, check_upstream, reviewed_bytes, sha256_of
+from ucm.overlay.manifest import Manifest, ShadowedModule, read_manifest
 
 if TYPE_CHECKING:
-    from ucm.doctor.environment import Vllm
+    from collections.abc import Iterable
+
+    from ucm.doctor.environment import ImportHooks, Vllm
 
 OVERLAY, MODULES = "overlay", "modules"
 FINE, CHANGED, MISSING = "ok", "changed", "missing"
@@ -33,13 +35,11 @@ class Overlay:
         directory: The overlay package's directory.
         version: The version in its metadata, or else in its manifest; empty if neither can be read.
         manifest: Its manifest; None if it cannot be read.
-        fault: Why the manifest cannot be read.
     """
 
     directory: Path
     version: str
     manifest: Manifest | None
-    fault: str
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,11 @@ def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
     places = [*package_directories(package), *(p for p in versions if p not in editable)] or list(versions)
     found = []
     for place in dict.fromkeys(places):
-        try:
-            manifest, fault = read_manifest(place), ""
-        except TamperedOverlayError as error:
-            manifest, fault = None, str(error)
+        manifest = None
+        with suppress(OverlayImportError):
+            manifest = read_manifest(place)
         version = versions.get(place) or next(iter(editable.values()), manifest.version if manifest else "")
-        found.append(Overlay(place, version, manifest, fault))
+        found.append(Overlay(place, version, manifest))
     return found
 
 
@@ -101,22 +100,19 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
             ),
         )
     (overlay,) = overlays
-    if overlay.manifest is None:
-        what, details = "its manifest cannot be read", tuple(overlay.fault.splitlines()[1:2])
-        return Finding(OVERLAY, Status.ERROR, what, details, (REINSTALL,))
-    if lacking := _lacking(overlay.version, overlay.manifest):
-        return lacking
-    hooks = "all hooks" if overlay.manifest.hooks == "all" else "the hooks that UCM's features use"
-    made_for = f"{overlay.manifest.title} {overlay.manifest.release}"
-    what = f"{overlay.version} for {made_for}, {len(overlay.manifest.modules)} modules, {hooks}"
+    try:
+        manifest = _usable(overlay.directory)
+    except OverlayImportError as error:
+        return Finding.of_import(OVERLAY, error)
+    hooks = "all hooks" if manifest.hooks == "all" else "the hooks that UCM's features use"
+    what = f"{overlay.version} for {manifest.title} {manifest.release}, {len(manifest.modules)} modules, {hooks}"
     return Finding(OVERLAY, Status.OK, what, (str(overlay.directory),))
 
 
-def _lacking(name: str, manifest: Manifest) -> Finding | None:
-    if not (missing := missing_hooks(manifest)):
-        return None
-    what = f"{name} calls hooks that are not installed"
-    return Finding(OVERLAY, Status.ERROR, what, tuple(missing), tuple(how_to_complete(manifest, missing)))
+def _usable(directory: Path) -> Manifest:
+    manifest = read_manifest(directory)
+    check_seam(manifest)
+    return manifest
 
 
 def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
@@ -159,12 +155,36 @@ def states_of(manifest: Manifest, package: Path | None, *, active: bool) -> list
     return found
 
 
-def claimed_modules(manifest: Manifest | None, vllm: Vllm | None) -> list[tuple[str, str]]:
-    """Return the shadowed modules that an earlier finder would load from elsewhere, each with a description."""
-    boot = next((boot for boot in boots() if manifest and Path(boot.DIRECTORY) == manifest.directory), None)
-    if boot is None or manifest is None or vllm is None:
-        return []
-    return list(claims(boot.FINDER, manifest, vllm.directory.parent))
+def check_import_hook(hooks: ImportHooks, manifest: Manifest, vllm: Vllm | None, files: Iterable[Path]) -> Finding:
+    """Check that the overlay's finder loads the modules that it shadows in this process.
+
+    Args:
+        hooks: The import hooks of this process.
+        manifest: The overlay's manifest.
+        vllm: The installed vLLM, if any.
+        files: The start-up files that run code.
+    """
+    check = "import hook"
+    if hooks.directory not in {None, manifest.directory.resolve()}:
+        what = "in place, but for another overlay than the one found"
+        details = (f"serves: {hooks.directory}", f"found first on sys.path: {manifest.directory}")
+        return Finding(check, Status.ERROR, what, details, ("keep one of the two",))
+    try:
+        _check_in_place(manifest, vllm.directory if vllm else None)
+    except OverlayImportError as error:
+        why, todo = why_not_started(manifest.directory) if hooks.position is None else ((), ())
+        found = Finding.of_import(check, error, *why, *(f"start-up file: {file}" for file in files))
+        return replace(found, todo=(*todo, *found.todo))
+    what = f"in place, number {(hooks.position or 0) + 1} on sys.meta_path of this process"
+    ahead = tuple(f"earlier finder, ignores our modules: {name}" for name in hooks.ahead)
+    return Finding(check, Status.OK, what, ahead)
+
+
+def _check_in_place(manifest: Manifest, package: Path | None) -> None:
+    boot = next((one for one in boots() if Path(one.DIRECTORY).resolve() == manifest.directory.resolve()), None)
+    # By the name with which its finder loads it; a directory may have several.
+    manifest = replace(manifest, directory=Path(boot.DIRECTORY)) if boot else manifest
+    check_in_place(boot.FINDER if boot else None, manifest, package.parent if package else None)
 
 
 def _origin(module: ShadowedModule, package: Path | None) -> Path | None:
@@ -182,100 +202,57 @@ def _compared(path: Path | None, wanted: str) -> str:
     return FINE if sha256_of(path) == wanted else CHANGED
 
 
-def check_modules(states: list[ModuleState], manifest: Manifest, vllm: Vllm) -> list[Finding]:
-    """Check that vLLM's files and the overlay's have the reviewed contents."""
+def check_modules(states: list[ModuleState], manifest: Manifest, package: Path, release: str | None = None) -> Finding:
+    """Check that the shadowed package's files and the overlay's have the reviewed contents.
+
+    Args:
+        states: The modules.
+        manifest: The overlay's manifest.
+        package: The shadowed package's directory.
+        release: Its release, if known.
+    """
     on = [state for state in states if state.disabled is None]
-    findings = []
-    broken = [state for state in on if state.rewritten != FINE]
-    if broken:
-        findings.append(
-            Finding(
-                MODULES,
-                Status.ERROR,
-                f"{len(broken)} of the overlay's files {_are(broken)} not as reviewed: vLLM will not start",
-                tuple(f"{state.rewritten}: {manifest.file(state.module)}" for state in broken),
-                (REINSTALL,),
-            )
-        )
-    foreign = [state for state in on if state.upstream != FINE]
-    if foreign:
-        findings.append(_foreign(foreign, manifest, vllm))
-    if not findings:
-        findings.append(Finding(MODULES, Status.OK, f"{len(on)} of {len(states)} are loaded from the overlay"))
-    return findings
-
-
-def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Finding:
-    release, serves = vllm.release, manifest.release
-    todo: tuple[str, ...]
-    package, place = vllm.distribution or "vllm", vllm.directory.parent
-    if release and release != serves:
-        what = f"the overlay is for vLLM {serves}, but vLLM {release} is installed: vLLM will not start"
-        build, install = how_to_install(vllm)
-        todo = (
-            f"install the overlay for it: {how_to_build(manifest) if manifest.built_by == TOOLS else build}",
-            f"and then: {install}",
-            f"or install the vLLM that the overlay is for: {how_to_get(package, manifest)}",
-        )
-    else:
-        what = (
-            f"{len(foreign)} of vLLM's files {_are(foreign)} not what the overlay for {serves} was made from: "
-            "vLLM will not start"
-        )
-        review = manifest.command("review", f"--from {place}")
-        same = vllm.version.partition("+")[0] or serves
-        todo = (
-            f"if you did not mean to edit them: {PIP} install --force-reinstall --no-deps {package}=={same}",
-            f"if the edits are intended, review an overlay made from the edited files: {review}",
-        )
-    return Finding(
-        MODULES,
-        Status.ERROR,
-        what,
-        tuple(f"{state.upstream}: {state.origin or state.module.name}" for state in foreign),
-        (*todo, f"or run vLLM without UCM's changes: {ALL}=1"),
-    )
-
-
-def _are(things: list[ModuleState]) -> str:
-    return "is" if len(things) == 1 else "are"
+    wrong = [state for state in on if {state.upstream, state.rewritten} != {FINE}]
+    try:
+        for state in wrong:
+            check_upstream(manifest, state.module, state.origin or package.parent / state.module.path)
+            reviewed_bytes(state.module, manifest.file(state.module))
+    except OverlayImportError as error:
+        title, what = manifest.title, f"{len(wrong)} of {len(on)} are not as reviewed"
+        if release not in {None, manifest.release}:
+            what = f"the overlay is for {title} {manifest.release}, but {title} {release} is installed"
+        details = [f"{s.module.name}: {title}'s file {s.upstream}, the overlay's {s.rewritten}" for s in wrong]
+        todo = tuple(error.ways_out)
+        return Finding(MODULES, Status.ERROR, f"{what}: {title} will not start", (*details, *error.details), todo)
+    return Finding(MODULES, Status.OK, f"{len(on)} of {len(states)} are loaded from the overlay")
 
 
 def check_further_overlays() -> list[Finding]:
     """Check that the overlays of other packages and projects are active and complete, and share no module."""
-    manifests = [o.manifest for package in overlay_packages() for o in find_overlays(package)[:1] if o.manifest]
-    findings = [_check_further(manifest) for manifest in manifests if manifest.directory.name != OVERLAY_PACKAGE]
-    shadowed: dict[str, list[Manifest]] = {}
-    for manifest in manifests:
-        for module in manifest.modules.values():
-            if module.group not in manifest.disabled:
-                shadowed.setdefault(module.name, []).append(manifest)
-    shared = {name: by for name, by in shadowed.items() if len(by) > 1}
-    if shared:
-        involved = {manifest.directory: manifest for by in shared.values() for manifest in by}.values()
-        details = tuple(f"{name}: {', '.join(m.distribution for m in by)}" for name, by in shared.items())
-        todo = (f"build them as one: {how_to_unite(involved)}",)
-        what = f"{len(shared)} modules are shadowed by more than one overlay: vLLM will not start"
-        findings.append(Finding(OVERLAY, Status.ERROR, what, details, todo))
+    others = [found for name in overlay_packages() if name != OVERLAY_PACKAGE for found in find_overlays(name)[:1]]
+    findings = [_check_further(overlay) for overlay in others]
+    try:
+        for boot in boots() if findings else ():
+            for name in boot.FINDER.modules:
+                check_unshared(boot.FINDER, name)
+    except OverlayImportError as error:
+        findings.append(Finding.of_import(OVERLAY, error))
     return findings
 
 
-def _check_further(manifest: Manifest) -> Finding:
-    name, package = manifest.distribution, manifest.upstream_package
-    spec = importlib.util.find_spec(package)
-    if lacking := _lacking(f"{name} {manifest.version}", manifest):
-        return lacking
-    if spec is None or not spec.origin:
-        what = f"{name} {manifest.version} is installed, but {package} is not"
-        return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))
-    active = any(Path(boot.DIRECTORY) == manifest.directory for boot in boots())
-    states = states_of(manifest, Path(spec.origin).parent, active=active)
-    on = [state for state in states if state.disabled is None]
-    wrong = [state for state in on if state.loads != manifest.file(state.module)]
-    if wrong:
-        what = f"{name} {manifest.version}: {len(wrong)} of {len(on)} modules are not loaded from it"
-        details = tuple(f"{s.module.name}: its own file {s.upstream}, the overlay's {s.rewritten}" for s in wrong)
-        todo = f"install the overlay for the {manifest.title} that is installed; this one is for {manifest.release}"
-        return Finding(OVERLAY, Status.ERROR, what, details, (f"{todo}: {how_to_build(manifest)}",))
-    what = f"{name} {manifest.version} for {manifest.title} {manifest.release}: {len(on)} of {len(states)} modules"
-    return Finding(OVERLAY, Status.OK, what, (str(manifest.directory),))
+def _check_further(overlay: Overlay) -> Finding:
+    name = f"{overlay.directory.name} {overlay.version}"
+    try:
+        manifest = _usable(overlay.directory)
+        spec = importlib.util.find_spec(manifest.upstream_package)
+        if spec is None or not spec.origin:
+            what = f"{name} is installed, but {manifest.upstream_package} is not"
+            todo = f"install {manifest.upstream_package}, or uninstall {manifest.distribution}"
+            return Finding(OVERLAY, Status.WARNING, what, (), (todo,))
+        package = Path(spec.origin).parent
+        _check_in_place(manifest, package)
+    except OverlayImportError as error:
+        return Finding.of_import(OVERLAY, error, name)
+    found = check_modules(states_of(manifest, package, active=True), manifest, package)
+    what = f"{manifest.distribution} {manifest.version} for {manifest.title} {manifest.release}: {found.what}"
+    return replace(found, check=OVERLAY, what=what, details=(*found.details, str(overlay.directory)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.findings import Finding, Status, has_error
 from ucm.engine_process import TIMED_OUT, Ended, prepare_model, run_child
+from ucm.integration.vllm import hooks as seam
 from ucm.sparse import probe
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
@@ -35,19 +36,13 @@ FORWARD = {"execute_begin", "v2_execute_begin"}
 CHECK = "run"
 ENGINE = "ucm.doctor.engine_run"
 
-_OF_SIDES = {
-    Role.SCHEDULER: (
+#: The hooks that fire beside the scheduler; all others of the seam fire in workers.
+SCHEDULER_HOOKS = frozenset(
+    (
         *("scheduler_init", "kv_cache_memory", "block_hash_function", "engine_core_started", "request_added"),
         *("limit_new_tokens", "before_allocation", "scheduler_output_built", "request_preempted", "request_freed"),
-    ),
-    Role.WORKER: (
-        *("worker_init", FIELDS, "update_states", "worker_requests_finished", "blocks_updated", "clear_row"),
-        *("execute_begin", "execute_finished", "v2_requests_finished", "v2_requests_added", "v2_requests_updated"),
-        *("v2_append_block_ids", "v2_execute_begin", "v2_execute_finished", "kv_write_begin", "kv_write_finished"),
-        *("attention_begin", "attention_finished", "mla_begin", "mla_finished", "layer_begin", "layer_finished"),
-        *("ffn_begin", "ffn_finished"),
-    ),
-}
+    )
+)
 #: The counters of hooks that call the method's function of another name.
 _COUNTERS = {
     FIELDS: (METADATA_RECEIVED,),
@@ -55,9 +50,8 @@ _COUNTERS = {
     "v2_requests_finished": ("update_states", "requests_finished"),
 }
 
-
 #: The side of the engine that each hook of `ucm.integration.vllm.hooks` fires on.
-HOOKS = {name: role for role, names in _OF_SIDES.items() for name in names}
+HOOKS = {name: Role.SCHEDULER if name in SCHEDULER_HOOKS else Role.WORKER for name in (*seam.__all__, FIELDS)}
 
 
 def counters_of(hook: str) -> tuple[str, ...]:
@@ -72,32 +66,21 @@ class Expectation:
 
     Attributes:
         hook: The hook.
-        at_least: How often it must fire in each process of its role; 0 if it need not.
-        reason: Why it need not fire.
+        role: The side of the engine that it fires on.
+        expected: Whether it must fire.
+        reason: Why it need not; None if it must.
         fired: How often it fired, by process id, in the processes of its role.
+        status: ``ok``, ``missing`` or ``not expected``.
+        at_least: How often it must fire in each of these processes; 0 if it need not.
     """
 
     hook: str
+    role: str
+    expected: bool
+    reason: str | None
+    fired: dict[int, int]
+    status: str
     at_least: int
-    reason: str = ""
-    fired: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def role(self) -> Role:
-        """The side of the engine that the hook fires on."""
-        return HOOKS[self.hook]
-
-    @property
-    def missing(self) -> list[int]:
-        """The processes in which it fired too seldom."""
-        return [pid for pid, count in self.fired.items() if count < self.at_least]
-
-    @property
-    def status(self) -> str:
-        """``ok``, ``missing`` or ``not expected``."""
-        if not self.at_least:
-            return "not expected"
-        return "missing" if self.missing or not self.fired else "ok"
 
 
 def expectations(
@@ -112,7 +95,9 @@ def expectations(
             for p in processes
             if role in p.roles
         }
-        found.append(Expectation(hook, least, reason, fired))
+        seldom = min(fired.values(), default=0) < least
+        status = "missing" if seldom else "ok" if least else "not expected"
+        found.append(Expectation(hook, role.value, bool(least), reason or None, fired, status, least))
     return found
 
 
@@ -220,17 +205,7 @@ class Run:
             "tail": self.ended.tail,
             "saw": self.saw or None,
             "processes": [{**asdict(one), "roles": [role.value for role in one.roles]} for one in self.processes],
-            "hooks": [
-                {
-                    "hook": result.hook,
-                    "role": result.role.value,
-                    "expected": result.at_least > 0,
-                    "reason": result.reason or None,
-                    "fired": result.fired,
-                    "status": result.status,
-                }
-                for result in self.hooks
-            ],
+            "hooks": [asdict(result) for result in self.hooks],
         }
 
 
@@ -301,9 +276,10 @@ def _unhooked(runners: list[str]) -> Finding:
 
 def _missing(run: Run, result: Expectation) -> Finding:
     if not result.fired:
-        what = f"no {result.role.value} process called {result.hook}"
+        what = f"no {result.role} process called {result.hook}"
     else:
-        places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
+        seldom = [pid for pid, count in result.fired.items() if count < result.at_least]
+        places = [f"{run.name_of(pid)} (pid {pid})" for pid in seldom]
         times = f"{min(result.fired.values())} of at least {result.at_least} times"
         what = f"{', '.join(places)}: {result.hook} fired {times}"
     log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.ended.log}"

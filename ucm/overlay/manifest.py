@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucm.errors import PIP
-from ucm.overlay.errors import TamperedOverlayError
+from ucm.overlay.errors import OverlayImportError
 from ucm.overlay.switches import RUN_UPSTREAM, disabled_groups
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ class Manifest:
         """Return the entry of a module.
 
         Raises:
-            TamperedOverlayError: If the manifest lacks it, so does not match the finder beside it.
+            OverlayImportError: If the manifest lacks it, so does not match the finder beside it.
         """
         if name not in self.modules:
-            raise TamperedOverlayError(
+            raise OverlayImportError(
                 f"its manifest does not know {name}, which its finder shadows",
                 [str(self.directory / MANIFEST)],
                 [REINSTALL, RUN_UPSTREAM],
@@ -129,7 +129,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of an installed overlay package.
 
     Raises:
-        TamperedOverlayError: If it is missing, truncated or not what the build wrote.
+        OverlayImportError: If it is missing, truncated or not what the build wrote.
     """
     path = directory / MANIFEST
     try:
@@ -137,7 +137,7 @@ def read_manifest(directory: Path) -> Manifest:
         modules = {module["name"]: _made(ShadowedModule, module) for module in data["modules"]}
         return _made(Manifest, {**data, "directory": directory, "modules": modules, "publisher": data["overlay"]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TamperedOverlayError(
+        raise OverlayImportError(
             "its manifest cannot be read", [f"{path}: {error!r}"], [REINSTALL, RUN_UPSTREAM]
         ) from error
 

@@ -116,7 +116,7 @@ def _take(answer: dict[str, Any], output: Any, seconds: float) -> None:
     completion = output.outputs[0]
     answer["tokens"] = list(completion.token_ids)
     answer["logprobs"] = [
-        [[token, value.logprob] for token, value in position.items()] for position in completion.logprobs or ()
+        {token: value.logprob for token, value in position.items()} for position in completion.logprobs or ()
     ]
     answer["cached"] = output.num_cached_tokens or 0
     if answer["first_s"] is None and answer["tokens"]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """An engine's answer to one request.
+    """An engine's answer to one request, as its process reported it.
 
     Attributes:
         tokens: The generated tokens.
@@ -47,30 +47,18 @@ class Answer:
     """
 
     tokens: tuple[int, ...]
-    logprobs: tuple[Mapping[int, float], ...] = ()
+    logprobs: tuple[dict[int, float], ...] = ()
     cached: int = 0
     first_s: float | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Answer:
-        """Return the answer that an engine's process reported."""
-        logprobs = tuple({int(token): float(value) for token, value in position} for position in told["logprobs"])
-        return cls(tuple(told["tokens"]), logprobs, int(told["cached"]), told["first_s"])
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The answers of one phase of one engine; None for a request that was aborted."""
+    """The answers of one phase of one engine, as its process reported them; None for a request that was aborted."""
 
     answers: tuple[Answer | None, ...]
     seconds: float = 0.0
-    counters: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Phase:
-        """Return the phase that an engine's process reported."""
-        answers = tuple(None if one is None else Answer.of(one) for one in told["answers"])
-        return cls(answers, told["seconds"], told["counters"])
+    counters: dict[str, float] = field(default_factory=dict)
 
     @property
     def cached(self) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from ucm.engine_process import FAILED, TIMED_OUT, Ended, connector, prepare_model, run_child
 from ucm.integration.vllm.sparse.config import KEY
 from ucm.prove.command import engine_arguments, full_budget, pool_size
@@ -69,6 +71,7 @@ SPARSE_PHASES: tuple[dict[str, Any], ...] = (
     {"name": "sparse", "of": "alone"},
     {"name": "crowd sparse", "of": "crowd", "reset": True},
 )
+_PHASE = TypeAdapter(Phase)
 _CROWDS = ("crowd", "crowd reversed", "crowd continued")
 #: The rows: the engine, its phase, the plain phases to compare with, and whether something must have been loaded.
 ROWS = (
@@ -115,7 +118,7 @@ class EngineRun:
         """Read what the engine reported, as far as it came."""
         for told in ended.results():
             if "phase" in told:
-                self.phases[told["phase"]] = Phase.of(told)
+                self.phases[told["phase"]] = _PHASE.validate_python(told)
             else:
                 self.about = told.get("about", self.about)
                 self.prompts = told.get("prompts", self.prompts)
@@ -323,14 +326,11 @@ class _Prover:
 
     def _note_conditions(self, rows: Sequence[Row]) -> None:
         """Note which of the conditions that a proof wants to force did not occur."""
-        crowds = [row for row in rows if row.name.startswith("16") and row.phase is not None]
-        for row in crowds:
-            if row.phase is not None and not row.phase.counters.get("preemptions"):
-                self._notes.append(
-                    f"{row.name}: vLLM counted no preemption, so answers after one were not judged there"
-                )
-        failed = sum(row.phase.counters.get("failures", 0) for row in rows if row.phase is not None)
-        if failed:
+        run = [(row.name, row.phase.counters) for row in rows if row.phase is not None]
+        for name, counters in run:
+            if name.startswith("16") and not counters.get("preemptions"):
+                self._notes.append(f"{name}: vLLM counted no preemption, so answers after one were not judged there")
+        if failed := sum(counters.get("failures", 0) for _, counters in run):
             self._notes.append(
                 f"UCM counted {failed:.0f} blocks that it could not save or load and that were recomputed"
             )

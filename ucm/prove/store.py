@@ -95,16 +95,13 @@ def proof_store(file: Path | None, directory: Path) -> ProofStore:
         ConfigError: With everything that is wrong in the file.
     """
     name = directory.name
-    if file is None:
-        place = directory / "store"
-        section: dict[str, Any] = {"pipeline": "Posix", "directories": [str(place)]}
-        config, _ = check_connector_config({"store": section})
-        return ProofStore({"store": section}, config.store.as_store_config(), (place,))
-    settings, notices = check_connector_config({FILE_KEY: str(file.absolute())}, make=False)
+    default = {"store": {"pipeline": "Posix", "directories": [str(directory / "store")]}}
+    written = default if file is None else {FILE_KEY: str(file.absolute())}
+    settings, notices = check_connector_config(written, make=False)
     given = settings.model_dump(mode="json", exclude_unset=True)
     notes = [*notices[1:], *(reason for key, reason in LEFT_OUT.items() if given.pop(key, None) is not None)]
     store = settings.store
-    section = dict(given["store"])
+    section: dict[str, Any] = dict(given["store"])
     places: list[Path] = []
     if store.parts & POSIX:
         own = list(dict.fromkeys(_beside(path, name) for path in store.directories))

@@ -13,8 +13,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ucm.overlay.activation import boots, check_active, check_feature
-from ucm.overlay.finder import state
+from ucm.overlay.activation import check_active, check_feature
+from ucm.overlay.finder import boots, manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +31,8 @@ def milliseconds(check: Callable[[], object]) -> float:
 
 if __name__ == "__main__":
     (boot,) = boots()
-    needs = list(state(boot.DIRECTORY).manifest.needs)
-    for name in state(boot.DIRECTORY).manifest.modules:
+    needs = list(manifest_of(boot.DIRECTORY).needs)
+    for name in manifest_of(boot.DIRECTORY).modules:
         importlib.import_module(name)
     found = {
         "plugin": milliseconds(lambda: check_active(boot.FINDER, boot.DIRECTORY)),

@@ -37,7 +37,7 @@ def mappings(names: Mapping[str, Any], **more: st.SearchStrategy[Any]) -> st.Sea
 
 
 UPSTREAM_STORE = mappings(
-    {**upstream.STORE_RENAMED, **dict.fromkeys(["stream_number", "node_runner_count"])},
+    {**upstream.STORE, **dict.fromkeys(["stream_number", "node_runner_count"])},
     store_pipeline=STORES | YAML,
     store_health=mappings(dict.fromkeys(["enabled", "failure_threshold", "health_check_interval_s"])),
 )
@@ -52,8 +52,7 @@ UPSTREAM = st.fixed_dictionaries(
 SETTINGS = mappings(
     {
         **ConnectorConfig.model_fields,
-        **upstream.RENAMED,
-        **upstream.REFUSED,
+        **{name.strip("()"): None for name in upstream.TOP},
     },
     store=mappings(StoreSettings.model_fields, pipeline=STORES | YAML) | YAML,
     ucm_connectors=st.lists(UPSTREAM, max_size=2),

@@ -18,8 +18,7 @@ from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config import ConnectorConfig, load_connector_config
 from ucm.config.document import FILE_KEY, read_document
 from ucm.config.load import check_connector_config
-from ucm.config.upstream import WITHOUT_EFFECT as NO_EFFECT
-from ucm.config.upstream import translate
+from ucm.config.upstream import TOP, translate
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -73,7 +72,7 @@ def test_the_file_and_what_wins_over_it_are_said_once(tmp_path: Path, said: list
     path.write_text("store: {pipeline: Empty}\nmetrics: false\nenable_event_sync: true\n", "utf-8")
     for _ in range(2):
         assert load_connector_config({"UCM_CONFIG_FILE": str(path), "metrics": True}).metrics
-    reason = NO_EFFECT["enable_event_sync"]
+    reason = TOP["enable_event_sync"]
     assert said == [
         f"[UCM.Connector] settings come from {path} (UCM_CONFIG_FILE)",
         f"[UCM.Connector] metrics: kv_connector_extra_config wins over {path}",

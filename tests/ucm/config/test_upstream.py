@@ -75,7 +75,7 @@ def test_blending(said: list[str]) -> None:
         (
             {"Blend": {}, "GSA": {}},
             "must be a mapping, and cannot be combined with a sparse method",
-            "ucm_sparse_config.Blend",
+            "ucm_sparse_config = ",
         ),
         (
             {"Blend": {"compute_meta": {"a.1": {"ratio": 0.2}, "a.2": {"ratio": 0.2}}}},
@@ -91,6 +91,13 @@ def test_blending_that_is_not_understood(options: Any, what: str, place: str, tm
         load_connector_config({"store": {"directories": str(tmp_path)}, "ucm_sparse_config": options})
     assert what in str(caught.value)
     assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("blend", [{}, 3])
+def test_blending_in_both_forms(blend: Any, tmp_path: Path) -> None:
+    written = {"ucm_sparse_config": {"Blend": {}}, "store": {"directories": str(tmp_path)}, "blend": blend}
+    with pytest.raises(ConfigError, match="sets the same as blend"):
+        load_connector_config(written)
 
 
 @pytest.mark.usefixtures("upstream")
@@ -181,7 +188,7 @@ NFS = {"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": {"storage_ba
         (
             {"ucm_connectors": [{**NFS, "ucm_connector_module_path": "acme.tape"}]},
             "ucm_connectors[0].ucm_connector_module_path = 'acme.tape'",
-            "a store of your own is named in our format",
+            "ucm_connectors[0].ucm_connector_module_path is not in this version",
         ),
         (
             {"ucm_connectors": [NFS], "store": {"directories": PLACE}},

@@ -65,12 +65,12 @@ def test_an_overlay_that_is_reached_through_pythonpath(bare: Site, tmp_path: Pat
     write_overlay(tmp_path / "target")
     answer = bare.ask(PYTHONPATH=str(tmp_path / "target"))
     assert answer.code == 1
-    assert answer.statuses() == {"start-up file": "error", "import hook": "error", "prefix cache": "warning"}
-    found = answer.finding("start-up file")
-    assert "does not read .pth files" in found["what"]
-    assert "`pip install --target`" in found["details"][1]
+    assert answer.statuses() == {"import hook": "error", "prefix cache": "warning"}
+    found = answer.finding("import hook")
+    assert found["what"] == "it is installed, and its finder does not run in this process"
+    assert "Python does not read .pth files in the overlay's directory:" in found["details"]
+    assert any("`pip install --target`" in line for line in found["details"])
     assert found["todo"][0] == f"remove {tmp_path / 'target'} from PYTHONPATH"
-    assert answer.finding("import hook")["what"].startswith("not found in this process")
     assert answer.data["import_hook"]["position"] is None
     assert answer.data["modules"][0]["loads"] == str(bare.packages / MODULES[0][0])
 
@@ -84,11 +84,7 @@ def test_an_editable_overlay(site: Site, tmp_path: Path) -> None:
     answer = site.ask()
     assert (answer.code, answer.statuses()) == (0, {})
     assert answer.finding("modules")["what"] == "4 of 4 are loaded from the overlay"
-    found = answer.finding("start-up file")
-    assert (found["what"], found["details"]) == (
-        "ucm_vllm_overlay.pth ran when this Python started",
-        [str(site.packages.resolve())],
-    )
+    assert answer.finding("import hook")["what"].startswith("in place, number 1 on sys.meta_path")
 
 
 def test_an_overlay_in_a_directory_that_a_start_up_file_adds(bare: Site, tmp_path: Path) -> None:
@@ -97,13 +93,12 @@ def test_an_overlay_in_a_directory_that_a_start_up_file_adds(bare: Site, tmp_pat
     (bare.packages / "below.pth").write_text(f"import site; site.addsitedir({str(tmp_path / 'below')!r})\n")
     answer = bare.ask()
     assert (answer.code, answer.statuses()) == (0, {})
-    assert "another start-up file adds" in answer.finding("start-up file")["details"][0]
 
 
 def test_the_pth_is_missing(site: Site) -> None:
     (site.packages / "ucm_vllm_overlay.pth").unlink()
     answer = site.ask()
-    assert answer.finding("start-up file")["what"] == "ucm_vllm_overlay.pth is missing: the overlay is never activated"
+    assert f"{site.packages}/ucm_vllm_overlay.pth is missing" in answer.finding("import hook")["details"]
     assert answer.data["next"][0].startswith(
         f"reinstall the overlay wheel: `{site.python} -m pip install --force-reinstall "
     )
@@ -113,14 +108,15 @@ def test_the_pth_does_nothing(site: Site) -> None:
     (site.packages / "ucm_vllm_overlay.pth").write_text("# emptied\n")
     answer = site.ask()
     assert answer.statuses() == {"import hook": "error", "prefix cache": "warning"}
-    assert answer.finding("import hook")["todo"][0].startswith(
-        f"reinstall the overlay wheel: `{site.python} -m pip install --force-reinstall "
-    )
+    found = answer.finding("import hook")
+    assert f"{site.packages}/ucm_vllm_overlay.pth did not run when {site.python} started" in found["details"]
+    assert found["todo"][0].startswith(f"reinstall the overlay wheel: `{site.python} -m pip install --force-reinstall ")
 
 
 def test_a_python_that_skips_site(site: Site) -> None:
-    answer = site.ask(flags=("-S",), PYTHONPATH=str(site.packages))
-    assert answer.finding("start-up file")["what"] == "this Python was started with -S, so it reads no .pth files"
+    found = site.ask(flags=("-S",), PYTHONPATH=str(site.packages)).finding("import hook")
+    assert "this Python was started with -S, so it reads no .pth files" in found["details"]
+    assert found["todo"][0] == "start vLLM without -S"
 
 
 def test_an_isolated_python(site: Site) -> None:
@@ -132,8 +128,10 @@ def test_a_truncated_file(site: Site) -> None:
     answer = site.ask()
     assert (answer.code, answer.statuses()) == (1, {"modules": "error", "prefix cache": "warning"})
     found = answer.finding("modules")
-    assert found["what"] == "1 of the overlay's files is not as reviewed: vLLM will not start"
-    assert found["details"] == [f"changed: {shadow(site).resolve()}"]
+    assert found["what"] == "1 of 4 are not as reviewed: vLLM will not start"
+    assert found["details"][0] == "vllm.v1.core.sched.scheduler: vLLM's file ok, the overlay's changed"
+    assert f"file:       {shadow(site).resolve()}" in found["details"]
+    assert found["todo"][0].startswith("reinstall the overlay wheel: ")
     assert answer.data["modules"][0]["loads"] is None
 
 
@@ -152,13 +150,15 @@ def test_a_truncated_manifest(site: Site) -> None:
 
 
 def test_vllm_is_imported_at_start(site: Site) -> None:
-    (site.packages / "zz.pth").write_text("import vllm\n")
+    """By a file that Python reads before the overlay's."""
+    (site.packages / "aa.pth").write_text("import vllm.v1.core.sched.scheduler\n")
     (site.packages / "sitecustomize.py").touch()
     answer = site.ask(PYTHONPATH=str(site.packages))  # before the sitecustomize of Debian's Python
     found, place = answer.finding("import hook"), site.packages.resolve()
     assert found["status"] == "error"
-    assert found["details"][0] == "loaded already: vllm"
-    files = [f"{place}/zz.pth", f"{place}/sitecustomize.py"]
+    assert found["what"] == "modules that it shadows were imported before its finder ran, or bypassed it"
+    assert found["details"][0] == f"vllm.v1.core.sched.scheduler: {site.packages / MODULES[0][0]}"
+    files = [f"{place}/aa.pth", f"{place}/sitecustomize.py"]
     assert [file for file in answer.data["start_up_files"] if file.startswith(str(place))] == files
     assert set(found["details"]) >= {f"start-up file: {file}" for file in files}
 
@@ -182,5 +182,11 @@ def test_a_hook_that_is_asked_first_and_takes_a_module(site: Site) -> None:
     assert (answer.code, answer.statuses()) == (1, {"import hook": "error", "prefix cache": "warning"})
     found = answer.finding("import hook")
     file = site.packages.resolve() / "vllm/v1/core/sched/scheduler.py"
-    assert found["details"] == [f"vllm.v1.core.sched.scheduler: patching.Stranger finds {file}"]
-    assert found["todo"] == ["remove the package that installs the earlier finder"]
+    assert found["details"][0] == f"vllm.v1.core.sched.scheduler: patching.Stranger finds {file}"
+    assert f"start-up file: {site.packages.resolve() / 'zz.pth'}" in found["details"]
+    assert found["todo"][0].startswith("remove the package that puts this finder into sys.meta_path")
+
+
+def test_an_import_of_vllm_after_the_overlay_s_start_does_no_harm(site: Site) -> None:
+    (site.packages / "zz.pth").write_text("import vllm.v1.core.sched.scheduler\n")
+    assert site.ask().statuses() == {}

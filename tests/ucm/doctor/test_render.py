@@ -56,7 +56,7 @@ def test_the_gravest_status() -> None:
 def test_the_gravest_comes_first_in_what_to_do(site: Site) -> None:
     (site.packages / "ucm_vllm_overlay.pth").unlink()
     todo = site.doctor("--json", VLLM_PLUGINS="").data["next"]
-    assert [line.split()[0] for line in todo] == ["reinstall", "export"]
+    assert [line.split()[0] for line in todo] == ["reinstall", "install", "run", "export"]
 
 
 def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:

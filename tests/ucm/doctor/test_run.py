@@ -41,6 +41,7 @@ def test_every_hook_fires(site: Site) -> None:
         "reason": None,
         "fired": {str(process["pid"]): 7},
         "status": "ok",
+        "at_least": 7,
     }
     assert hooks(answer)["mla_begin"]["reason"] == "the model has no MLA layers"
     assert hooks(answer)["ffn_begin"]["reason"] == "vLLM 0.32.0 has no place for it"
@@ -170,14 +171,14 @@ def test_a_wrong_timeout(site: Site, seconds: str) -> None:
 
 
 def test_no_process_took_the_role() -> None:
-    nobody = Expectation("worker_init", 1)
+    nobody = Expectation("worker_init", "worker", True, None, {}, "missing", 1)
     (found,) = check_run(Run(Ended(FINISHED, Path(), 7), 1.0, hooks=[nobody]))
     assert found.what == "no worker process called worker_init"
 
 
 def test_one_of_two_workers_is_named() -> None:
     workers = [ProcessReport(pid, f"Worker-{pid}", (Role.WORKER,), {}) for pid in (8, 9)]
-    result = Expectation("execute_begin", 1, fired={8: 3, 9: 0})
+    result = Expectation("execute_begin", "worker", True, None, {8: 3, 9: 0}, "missing", 1)
     (found,) = check_run(Run(Ended(FINISHED, Path(), 7), 1.0, processes=workers, hooks=[result]))
     assert found.what == "Worker-9 (pid 9): execute_begin fired 0 of at least 1 times"
 

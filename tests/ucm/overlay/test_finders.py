@@ -116,7 +116,7 @@ class Taker:
 
 sys.meta_path.insert(0, Taker)
 """
-CLAIMED = "InactiveOverlayError: UCM overlay: a finder in front of its own would load modules that it shadows"
+CLAIMED = "OverlayImportError: UCM overlay: a finder in front of its own would load modules that it shadows"
 
 
 def test_a_finder_in_front_that_would_take_a_module_is_refused_before_it_does(shared: Environment) -> None:

@@ -23,13 +23,9 @@ for point in entry_points(group="vllm.general_plugins"):
 """
 ACTIVE = "ucm_overlay ucm_vllm_overlay._plugin:register None"
 DISABLE = "- run upstream's vLLM, without UCM: set UCM_DISABLE_PATCHES=1, or uninstall the overlay\n"
-NOT_ACTIVE = "InactiveOverlayError: UCM overlay: it is installed, and its finder does not run in this process\n"
-LATE = (
-    "InactiveOverlayError: UCM overlay: modules that it shadows were imported before its finder ran, or bypassed it\n"
-)
-TWO = (
-    "InactiveOverlayError: UCM overlay: more than one overlay is installed, and only the first on sys.path is active\n"
-)
+NOT_ACTIVE = "OverlayImportError: UCM overlay: it is installed, and its finder does not run in this process\n"
+LATE = "OverlayImportError: UCM overlay: modules that it shadows were imported before its finder ran, or bypassed it\n"
+TWO = "OverlayImportError: UCM overlay: more than one overlay is installed, and only the first on sys.path is active\n"
 #: A finder that loads vLLM's own file of a module, bypassing the overlay.
 OTHER_FINDER = """
 import sys
@@ -81,7 +77,7 @@ def test_an_overlay_where_pth_files_are_not_read(
     error = upstream.fail(code, **variables)
 
     assert NOT_ACTIVE in error
-    assert f"overlay: {place}/ucm_vllm_overlay/\n" in error
+    assert f"overlay: {place}/ucm_vllm_overlay\n" in error
     assert f"process: {upstream.python} -c" in error
     assert "Python reads .pth files only in site-packages directories" in error
     assert (

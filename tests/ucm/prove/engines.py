@@ -36,7 +36,7 @@ def told(phase: str, number: int, *, loaded: bool) -> dict[str, Any]:
     answers: list[dict[str, Any] | None] = [
         {
             "tokens": [request, request + 1],
-            "logprobs": [[[request, -0.1], [99, -3.0]], [[request + 1, -0.1], [99, -3.0]]],
+            "logprobs": [{request: -0.1, 99: -3.0}, {request + 1: -0.1, 99: -3.0}],
             "cached": 48 if loaded else 0,
             "first_s": 0.25,
         }

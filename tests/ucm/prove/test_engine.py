@@ -80,7 +80,7 @@ def test_an_answer_is_continued_as_after_a_preemption(monkeypatch: pytest.Monkey
         def ask(self, prompts: list[list[int]], count: int, aborted: tuple[int, ...] = ()) -> list[dict[str, Any]]:
             answers = [list(range(prompt[-1] + 1, prompt[-1] + 1 + count)) for prompt in prompts]
             super().ask(prompts, count, aborted)
-            return [{"tokens": tokens, "logprobs": [[[token, 0.0]] for token in tokens]} for tokens in answers]
+            return [{"tokens": tokens, "logprobs": [{token: 0.0} for token in tokens]} for tokens in answers]
 
     prompts = {"alone": [], "crowd": [[1], [20], [30]], "aborted": [1]}
     phases = [{"name": "crowd", "of": "crowd"}, {"name": "continued", "of": "crowd", "continues": "crowd"}]

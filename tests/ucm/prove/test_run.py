@@ -160,15 +160,15 @@ def test_blocks_that_failed_are_said(model: Path) -> None:
 
 def test_another_graph_mode_makes_requests_alone_comparable_as_batches_only(model: Path) -> None:
     """Else a kernel's rounding would be blamed on UCM."""
-    undecided = [[[0, -0.1], [99, -3.0]], [[1, -1.0], [50, -1.01]]]
-    other = [[[0, -0.1], [99, -3.0]], [[1, -1.01], [50, -1.0]]]
+    undecided = [{0: -0.1, 99: -3.0}, {1: -1.0, 50: -1.01}]
+    other = [{0: -0.1, 99: -3.0}, {1: -1.01, 50: -1.0}]
 
     def changed(name: str, phases: list[dict[str, Any]]) -> None:
         for one in phases:
             if "crowd" not in one["phase"]:
                 one["answers"][0]["logprobs"] = undecided
             if one["phase"] == "crowd reversed":
-                one["answers"][0]["logprobs"][0][0][1] = -0.15
+                one["answers"][0]["logprobs"][0][0] = -0.15
             if name == "first" and one["phase"] == "cold":
                 one["answers"][0] = {**one["answers"][0], "tokens": [0, 50], "logprobs": other}
 

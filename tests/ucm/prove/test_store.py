@@ -33,7 +33,8 @@ def store_of(directory: Path, settings: dict[str, Any]) -> ProofStore:
 
 def test_without_settings_blocks_are_files_in_the_temporary_directory(directory: Path) -> None:
     found = proof_store(None, directory)
-    assert found.extra == {"store": {"pipeline": "Posix", "directories": [str(directory / "store")]}}
+    place = str(directory / "store-ucm-prove-1")
+    assert found.extra == {"store": {"pipeline": "Posix", "directories": [place]}, "metrics": True}
     assert found.notes == ()
 
 

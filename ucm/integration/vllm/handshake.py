@@ -31,7 +31,6 @@ from ucm.sparse.factory import method_class
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from ucm.overlay.finder import State
     from ucm.overlay.manifest import Manifest
 
 #: The time limit for all workers together, in seconds; a method may compile its kernels meanwhile.
@@ -164,7 +163,7 @@ def require_hooked(name: str, groups: Iterable[str], owner: Any) -> None:
 
     Raises:
         SparseMethodError: Naming each replaced function, and its replacement.
-        InactiveOverlayError: If the overlay is inactive, or another finder takes its modules.
+        OverlayImportError: If the overlay is inactive, or another finder takes its modules.
     """
     found = check_feature([group.lower() for group in groups], type(owner))
     if found:
@@ -212,7 +211,7 @@ def require_seeding(method: SparseMethod) -> None:
     config = method.vllm_config
     if not shares_kv(config) or not requests_have_hashers() or not block_hash_seed(config):
         return
-    manifests = [known.manifest for known in _states() if known.manifest.upstream_package == VLLM]
+    manifests = [manifest for manifest in _manifests() if manifest.upstream_package == VLLM]
     if manifests and not any(SEED in manifest.seams[DEFAULT_SEAM] for manifest in manifests):
         raise SparseMethodError(
             f"{type(method).__name__} changes KV, and an older overlay does not tell vLLM's block hashes, by which a "
@@ -225,7 +224,7 @@ def require_seeding(method: SparseMethod) -> None:
 def _require_built(what: str, wanted: Collection[str], manifests: Sequence[Manifest] | None = None) -> None:
     """Refuse hooks that are missing in overlays; by default, in this process's."""
     if manifests is None:
-        manifests = [known.manifest for known in _states()]
+        manifests = _manifests()
     called = {hook for manifest in manifests for module in manifest.modules.values() for hook in module.hooks}
     for manifest in manifests:
         missing = [
@@ -271,20 +270,18 @@ def _parsed(method: type[SparseMethod], options: Mapping[str, Any]) -> str:
 
 def _overlay() -> tuple[str | None, list[str]]:
     """Return the versions of this process's overlays, or None, and the groups that are on."""
-    known = _states()
+    known = _manifests()
     if not known:
         return None, []
-    groups = {m.group for one in known for m in one.manifest.modules.values() if m.group not in one.disabled}
-    return ", ".join(one.manifest.version for one in known), sorted(groups)
+    groups = {m.group for one in known for m in one.modules.values() if m.group not in one.disabled}
+    return ", ".join(one.version for one in known), sorted(groups)
 
 
-def _states() -> list[State]:
-    """Return this process's state of each overlay that calls UCM's hooks."""
-    from ucm.overlay.activation import boots  # noqa: PLC0415 - only where a method is asked for
-    from ucm.overlay.finder import state  # noqa: PLC0415
+def _manifests() -> list[Manifest]:
+    """Return the manifest of each overlay in this process that calls UCM's hooks."""
+    from ucm.overlay.finder import boots, manifest_of  # noqa: PLC0415 - only where a method is asked for
 
-    states = [state(boot.DIRECTORY) for boot in boots()]
-    return [one for one in states if DEFAULT_SEAM in one.manifest.seams]
+    return [manifest for boot in boots() if DEFAULT_SEAM in (manifest := manifest_of(boot.DIRECTORY)).seams]
 
 
 def _require_one_scheduler(name: str, question: Any, parallel: Any) -> None:

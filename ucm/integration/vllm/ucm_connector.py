@@ -157,7 +157,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, valid
 
     Raises:
         ConfigError: If a setting is wrong, or the model has KV that cannot be restored.
-        InactiveOverlayError: If an overlay is installed but inactive, and vLLM did not check that.
+        OverlayImportError: If an overlay is installed but inactive, and vLLM did not check that.
     """
 
     #: What the configuration says, unless a class below fixes it.

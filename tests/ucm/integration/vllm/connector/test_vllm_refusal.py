@@ -21,7 +21,7 @@ from ucm.integration.vllm.blend_connector import BlendConnector
 from ucm.integration.vllm.connector.failures import takes_heads_for_tokens
 from ucm.integration.vllm.ucm_connector import UCMConnector, UCMDirectConnector
 from ucm.logger import get_logger
-from ucm.overlay.errors import InactiveOverlayError
+from ucm.overlay.errors import OverlayImportError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,8 +77,8 @@ def test_an_overlay_that_vllm_does_not_check(
         "[vllm.general_plugins]\nacme_overlay = acme_plugin:register\n[ucm.overlays]\nacme_overlay = acme_overlay\n"
     )
     (tmp_path / "acme_plugin.py").write_text(
-        "from ucm.overlay.errors import InactiveOverlayError\n"
-        "def register():\n    raise InactiveOverlayError('acme is inactive', [], [])\n"
+        "from ucm.overlay.errors import OverlayImportError\n"
+        "def register():\n    raise OverlayImportError('acme is inactive', [], [])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     transfer = KVTransferConfig(
@@ -88,7 +88,7 @@ def test_an_overlay_that_vllm_does_not_check(
         kv_connector_extra_config={"store": {"pipeline": "Empty"}, "conector": "the first error of settings"},
     )
     config = VllmConfig(kv_transfer_config=transfer, device_config=DeviceConfig("cpu"))
-    for named, error in (("other", InactiveOverlayError), ("other,acme_overlay", ConfigError)):
+    for named, error in (("other", OverlayImportError), ("other,acme_overlay", ConfigError)):
         monkeypatch.setenv("VLLM_PLUGINS", named)
         with pytest.raises(error):
             UCMConnector(config, role, KVCacheConfig(1, [], []))

@@ -35,7 +35,7 @@ SOURCE = torch.Generator().manual_seed(0)
 @pytest.fixture(autouse=True)
 def without_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here is called by hooks; the environment's overlay has none for latent attention."""
-    monkeypatch.setattr(handshake, "_states", list)
+    monkeypatch.setattr(handshake, "_manifests", list)
 
 
 def random(*shape: int) -> torch.Tensor:

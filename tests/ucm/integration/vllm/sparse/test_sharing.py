@@ -334,7 +334,7 @@ def test_an_overlay_that_does_not_know_the_hook_is_refused(older: bool, monkeypa
         named="0.32.0",
         command=lambda name, arguments: f"`nox -s {name} -- {arguments}`",
     )
-    monkeypatch.setattr(handshake, "_states", lambda: [SimpleNamespace(manifest=manifest)])
+    monkeypatch.setattr(handshake, "_manifests", lambda: [manifest])
     handshake.require_seeding(method_of(engine(REROPE)))  # nothing shares its KV
     refusal = pytest.raises(SparseMethodError, match=r"build-overlay -- 0\.32\.0")
     with refusal if older else nullcontext():
