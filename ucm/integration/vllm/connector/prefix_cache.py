@@ -53,7 +53,8 @@ logger = get_logger(__name__)
 
 #: If vLLM cannot ask again, the scheduler's thread waits this many seconds for a lookup.
 PATIENCE_SECONDS = 0.05
-#: How many seconds a step without work waits for lookups, so that an idle engine does not spin.
+#: How many seconds a step without work waits for lookups, so that an idle engine does not spin; and the first lookup of
+#: a step in an idle engine, because a step without work takes longer than most of them.
 IDLE_SECONDS = 0.002
 
 
@@ -213,6 +214,7 @@ class PrefixCacheScheduler:
         self.others = OtherLoads()  #: to be told when vLLM's own prefix cache was emptied
         self._hint_refused = False
         self.step = 0  #: the last planned step
+        self._waited = 0  # the last planned step after which a call has waited for a lookup
         self._epoch = 0
         self._doubted_at = 0  # the step that checks all weights
         self._waits = False
@@ -628,11 +630,14 @@ class PrefixCacheScheduler:
         return state.lookup
 
     def _has_ended(self, lookup: Lookup) -> bool:
-        """Return whether a lookup has ended; end it here if vLLM cannot ask again."""
+        """Return whether a lookup has ended; wait a little if nothing runs, and end it here if vLLM cannot ask again."""
         if self.stager.poll(lookup):
             return True
         if self._options.asks_again:
-            return False
+            if self._waited == self.step or any(state.ran == self.step for state in self._requests.values()):
+                return False
+            self._waited = self.step
+            return self.stager.wait([lookup], IDLE_SECONDS)
         if not self.stager.wait([lookup], PATIENCE_SECONDS):
             self.stager.give_up(lookup)
         return True

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
 from tests.ucm.integration.vllm.connector.simulation.truth import STATE
+from ucm.integration.vllm.connector.prefix_cache import IDLE_SECONDS
 
 if TYPE_CHECKING:
     from tests.clock import SimulatedClock
@@ -252,6 +253,32 @@ def test_an_idle_engine_waits_for_a_lookup_but_not_for_long(clock: SimulatedCloc
     assert scene.step({}).idle  # returns although the store does not answer
     scene.store.answers.set()
     assert scene.matched(new, 0) == 16
+
+
+def test_where_nothing_runs_the_first_lookup_of_a_step_is_answered_at_once(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
+    scene.keep(TOKENS)
+    scene.step({})
+    first, second = request(TOKENS, "first"), request([*TOKENS[:8], *TOKENS], "second")
+    assert scene.side.matched_tokens(first, 0) == 16
+    assert scene.side.matched_tokens(second, 0) is None, "many requests at once wait no longer than one"
+    rows = scene.give(first, 0, 16)
+    scene.run(first, 2, rows)
+    assert scene.side.matched_tokens(request(TOKENS[::-1], "third"), 0) is None, "a running request does not wait"
+    scene.side.finished(first)
+    assert scene.side.matched_tokens(request([7, *TOKENS], "fourth"), 0) == 0
+
+
+def test_a_medium_that_does_not_answer_keeps_an_idle_engine_for_a_moment_only(clock: SimulatedClock) -> None:
+    scene = Scene(clock)
+    scene.step({})
+    scene.store.answers.clear()
+    before = clock.monotonic()
+    assert scene.side.matched_tokens(request(TOKENS, "first"), 0) is None
+    assert clock.monotonic() - before == pytest.approx(IDLE_SECONDS)
+    assert scene.side.matched_tokens(request(TOKENS[::-1], "second"), 0) is None
+    assert clock.monotonic() - before == pytest.approx(IDLE_SECONDS)
+    scene.store.answers.set()
 
 
 def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment(clock: SimulatedClock) -> None:
