@@ -119,10 +119,6 @@ class _Socket(socket.socket):
         self._await()
         return super().recv_into(*args)
 
-    def recvmsg_into(self, *args: Any) -> Any:
-        self._await()
-        return super().recvmsg_into(*args)
-
     def _await(self) -> None:
         if self._limit == 0:
             return
