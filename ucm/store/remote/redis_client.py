@@ -17,7 +17,6 @@ import io
 import math
 import socket
 import ssl
-import struct
 from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,9 +43,8 @@ if TYPE_CHECKING:
     from ucm.store.base import Buffer
     from ucm.store.remote.tiers import Part, RedisOptions
 
-#: Values are sent and received in parts of at most this size; each must pass within the timeout of one answer.
+#: Values are sent in parts of at most this size; each must pass within the timeout of one answer.
 _PART = 1 << 20
-_TIMEVAL = struct.Struct("ll")
 #: By how much a value may be too long and still be read to its end; a longer one costs the connection.
 _MOST_DROPPED = 1 << 16
 #: Bytes that are received ahead at most, and copied to where they belong.
@@ -130,7 +128,6 @@ class Answer(io.RawIOBase):
         self._timeout = timeout
         self._deadline = deadline
         self._clock = clock
-        self._is_plain = not isinstance(sock, ssl.SSLSocket)
         self.heard = False  #: whether anything has come
 
     def readable(self) -> bool:
@@ -149,25 +146,14 @@ class Answer(io.RawIOBase):
         return min(self._timeout, remaining)
 
     def readinto(self, memory: Any) -> int:
-        """Receive some bytes, or a part of a value as a whole: each call that ends has to wait for Python's lock.
+        """Receive what has come.
 
         Raises:
             TimeoutError: Nothing comes in time.
             ConnectionError: The server has closed the connection.
         """
-        sock, memory, limit = self._sock, memory[:_PART], self.patience()
-        sock.settimeout(limit)
-        if self._is_plain and memory.nbytes > _READ_SIZE:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(limit), int(limit % 1 * 1e6)))
-            sock.settimeout(None)
-            try:
-                got = sock.recv_into(memory, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise TimeoutError("nothing of the value arrived in time") from None
-            finally:
-                sock.settimeout(limit)
-        else:
-            got = sock.recv_into(memory)
+        self._sock.settimeout(self.patience())
+        got = self._sock.recv_into(memory)
         if not got:
             raise exceptions.ConnectionError("the server closed the connection")
         self.heard = True
