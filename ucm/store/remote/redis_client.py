@@ -68,7 +68,7 @@ class Command(NamedTuple):
     Args:
         sent: The command in wire format, in pieces.
         memory: Where the value that answers it goes; the reply is then its length. None: the reply is the value.
-        most: The longest value that is wanted; the reply is the length of one that is much longer.
+        most: The longest value that is wanted; the reply is a BlockCorruptError for one that is much longer.
     """
 
     sent: Sequence[Buffer | bytes]
@@ -184,12 +184,12 @@ def read_reply(reader: io.BufferedReader[Answer], command: Command) -> Any:
     raise exceptions.InvalidResponse(f"the server answered {line[:80]!r}")
 
 
-def _read_value(reader: io.BufferedReader[Answer], nbytes: int, command: Command) -> Buffer | int | None:
-    """Return a value of a length, or the length; None for a negative length: there is no value."""
+def _read_value(reader: io.BufferedReader[Answer], nbytes: int, command: Command) -> Buffer | int | StoreError | None:
+    """Return the reply with a value of a length; None for a negative length: there is no value."""
     if nbytes < 0:
         return None
     if nbytes > command.most + _MOST_DROPPED:
-        return nbytes
+        return too_long(nbytes, command.most)
     memory = command.memory or [aligned_buffer(nbytes)]
     left = nbytes
     for view in memory:
@@ -315,7 +315,7 @@ class Node:
         replies: list[Any] = []
         for command in commands:
             replies.append(read_reply(reader, command))
-            if isinstance(replies[-1], int) and replies[-1] > command.most + _MOST_DROPPED:
+            if isinstance(replies[-1], StoreError):
                 connection.disconnect()  # the value is unread
                 break
         if any(isinstance(reply, exceptions.ReadOnlyError) for reply in replies):
@@ -435,7 +435,7 @@ class Servers(Client):
         for name, some, reply in zip(names, parts, self.run(keys, wanted, deadline), strict=True):
             if isinstance(reply, StoreError):
                 found.append(reply)
-            elif reply[0] is None or (len(reply) > 1 and reply[0] == 0):
+            elif len(reply) > 1 and reply[0] == 0:
                 found.append(missing(name))  # GETRANGE answers with nothing where GET says that there is nothing
             else:
                 found.append(misfit(some, reply))
@@ -446,15 +446,7 @@ class Servers(Client):
         most = math.inf if nbytes is None else nbytes
         keys = [name.encode() for name in names]
         replies = self.run(keys, [[Command([pack(b"GET", key)], None, most)] for key in keys], deadline)
-        found: list[Buffer | StoreError] = []
-        for name, reply in zip(names, replies, strict=True):
-            if isinstance(reply, StoreError):
-                found.append(reply)
-            elif reply[0] is None:
-                found.append(missing(name))
-            else:
-                found.append(too_long(reply[0], most) if isinstance(reply[0], int) else reply[0])
-        return found
+        return [reply if isinstance(reply, StoreError) else reply[0] for reply in replies]
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one SET."""
@@ -510,7 +502,7 @@ class Servers(Client):
                     if isinstance(one, exceptions.AskError) and self._slots:
                         once = not isinstance(one, exceptions.MovedError)
                         redirected[self._redirection(one, node), once].append(index)
-                    found[index] = one if isinstance(one, StoreError) else self._outcome(one, node, writing=writing)
+                    found[index] = self._outcome(keys[index], one, node, writing=writing)
             asked = redirected
         return found
 
@@ -535,13 +527,17 @@ class Servers(Client):
         answers = (list(islice(replies, every * len(some)))[asking::every] for some in batch)
         return [next((one for one in some if isinstance(one, Exception)), some) for some in answers]
 
-    def _outcome(self, answer: Any, node: Node, *, writing: bool) -> Any:
+    def _outcome(self, key: bytes, answer: Any, node: Node, *, writing: bool) -> Any:
         """Return an answer, or the StoreError for an error; note if a server is full, to pause writes to it."""
-        found = failure_of(answer, node.name) if isinstance(answer, Exception) else answer
+        if isinstance(answer, StoreError):
+            return answer
+        if not isinstance(answer, Exception):
+            if writing:
+                node.writes.succeeded()
+            return missing(key.decode(errors="replace")) if answer[0] is None else answer
+        found = failure_of(answer, node.name)
         if isinstance(found, StoreFullError):
             node.writes.failed(found)
-        elif writing and not isinstance(found, StoreError):
-            node.writes.succeeded()
         return found
 
     def _redirection(self, error: exceptions.AskError, node: Node) -> Node:
