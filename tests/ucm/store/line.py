@@ -10,7 +10,6 @@ import asyncio
 import math
 import selectors
 import socket
-import struct
 from typing import TYPE_CHECKING, Any
 
 import obstore
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Real seconds after which a server that should answer counts as hung.
 _HUNG = 120
-_TIMEVAL = struct.Struct("ll")
 
 
 class Line:
@@ -95,7 +93,6 @@ class _Socket(socket.socket):
     line: Line
     number: int
     _limit: float | None = None
-    _kernel_limit: float | None = None
 
     def settimeout(self, value: float | None) -> None:
         self._limit = value
@@ -103,13 +100,6 @@ class _Socket(socket.socket):
 
     def gettimeout(self) -> float | None:
         return self._limit
-
-    def setsockopt(self, level: int, name: int, *value: Any) -> None:
-        if name == socket.SO_RCVTIMEO:
-            seconds, microseconds = _TIMEVAL.unpack(value[0])
-            self._kernel_limit = seconds + microseconds / 1e6
-            value = (_TIMEVAL.pack(_HUNG, 0),)
-        super().setsockopt(level, name, *value)
 
     def recv(self, *args: Any) -> bytes:
         self._await()
@@ -119,16 +109,11 @@ class _Socket(socket.socket):
         self._await()
         return super().recv_into(*args)
 
-    def recvmsg_into(self, *args: Any) -> Any:
-        self._await()
-        return super().recvmsg_into(*args)
-
     def _await(self) -> None:
         if self._limit == 0:
             return
-        limit = self._kernel_limit if self._limit is None else self._limit
-        if not self.line.comes(limit, self.number):
-            raise BlockingIOError if self._limit is None else TimeoutError
+        if not self.line.comes(self._limit, self.number):
+            raise TimeoutError
 
 
 class _Selector(selectors.SelectSelector):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
+from redis.crc import key_slot
 
 from tests.ports import free_port
 from tests.ucm.store.line import Line
@@ -43,8 +44,8 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
-from ucm.store.format import MOST_BUFFERS, namespace_digest
-from ucm.store.remote.redis_client import _MOST_IDLE, Servers, in_parts, pack_set, slot
+from ucm.store.format import namespace_digest
+from ucm.store.remote.redis_client import _MOST_IDLE, Servers, pack_set, packets
 from ucm.store.remote.tiers import Part, RedisOptions, RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
@@ -183,13 +184,11 @@ def test_small_slices_move_together(redis_server: RedisServer) -> None:
         save(store, KEYS, small)
         assert fetch(store, KEYS, small) == ({block: content(block, small) for block in KEYS}, {})
     slices = Memory(KEYS[0], small, content(KEYS[0], small)).slices
-    parts = [(list(part), nbytes) for part, nbytes in in_parts(slices)]
-    assert b"".join(piece for part, _ in parts for piece in part) == content(KEYS[0], small)
-    assert [nbytes for _, nbytes in parts] == [sum(piece.nbytes for piece in part) for part, _ in parts]
-    assert max(nbytes for _, nbytes in parts) <= 1 << 20
-    assert max(len(part) for part, _ in parts) == MOST_BUFFERS
-    assert len(parts) < 10
-    assert len(pack_set(b"key", [*slices[:3000], *slices[3031:]], None)) < 8
+    sent = list(packets(slices))
+    assert b"".join(sent) == content(KEYS[0], small)
+    assert max(map(len, sent)) <= 1 << 20
+    assert len(sent) < 40, "one for small slices, one for each of the others, and one for each MiB of the largest"
+    assert len(list(packets(pack_set(b"key", [*slices[:3000], *slices[3031:]], None)))) == 1
 
 
 def test_parts_of_blocks(store: KVStore) -> None:
@@ -340,6 +339,21 @@ def test_a_server_that_is_full_is_read_all_the_same(store: KVStore, redis_server
     recover(store)
 
 
+def test_a_master_that_became_a_replica_is_read_all_the_same(
+    through: KVStore, proxy: Proxy, redis_server: RedisServer
+) -> None:
+    with redis_server.client() as client:
+        client.replicaof("127.0.0.1", str(free_port()))
+        try:
+            made = proxy.connections
+            assert {error.cause for error in save(through, [key(99)], EVEN).failed.values()} == {"unavailable"}
+            assert fetch(through, KEYS, EVEN)[0] == ALL
+            assert proxy.connections > made, "a new connection asks the sentinels who is the master by now"
+        finally:
+            client.replicaof("NO", "ONE")
+    recover(through)
+
+
 @pytest.mark.parametrize("bit", [0, 4])
 def test_flipped_bytes_are_noticed(hurried: KVStore, proxy: Proxy, bit: int) -> None:
     """A flipped length makes the client wait for a longer answer, which only a deadline ends."""
@@ -453,7 +467,7 @@ def test_a_store_behind_a_forgotten_connection_finds_and_loads_all(
 
 
 CALLS: dict[str, tuple[Callable[[Servers, float], Any], Any]] = {
-    "read": (lambda client, end: client.read(["ucm-here"], [[Part(0, [memoryview(bytearray(4))])]], 4, end), [[4]]),
+    "read": (lambda client, end: client.read(["ucm-here"], [[Part(0, [memoryview(bytearray(4))])]], 4, end), [None]),
     "fetch": (lambda client, end: client.fetch(["ucm-here"], 4, end), [b"abcd"]),
     "put": (lambda client, end: client.put("ucm-here", [bytearray(3 << 20)], end), None),
     "remove": (lambda client, end: client.remove("ucm-here", end), None),
@@ -687,7 +701,7 @@ def end_to_move(number: int, masters: list[Any], target: Any) -> None:
 
 
 def slot_of(block: BlockKey) -> int:
-    return slot(name(block).encode())
+    return key_slot(name(block).encode())
 
 
 def test_the_master_that_sentinels_name(tmp_path: Path, redis_server: RedisServer) -> None:

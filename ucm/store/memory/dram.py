@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 #: A segment has about this share of the capacity, and at most so many bytes, or else one block.
 _SHARE, _MOST_NBYTES = 64, 1 << 30
+#: The share of free slots with which a segment is filled again rather than another one emptied.
+_ROOMY = 0.25
 #: A directory's time of change may stand still for so long, in nanoseconds.
 _TICK = 50_000_000
 #: Others may still be copying from a segment that was deleted, but for no longer than this, in seconds.
@@ -157,21 +159,15 @@ class DramTier(Tier):
     def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew the times of last use of the blocks' segments."""
         del is_new
-        now = self.clock.time()
-        for key, depth in depths.items():
-            place = self._place(key)
-            if place is not None:
-                place[0].use(used_until(now, self._config.touch_seconds, depth), now, self._leases)
+        now, span = self.clock.time(), self._config.touch_seconds
+        self._use(depths, now, lambda depth: used_until(now, span, depth))
 
     def retain(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool = False) -> None:
         """Retain the blocks' segments; memory has no pins, because a segment would pin many blocks with one."""
         del pinned
         now = self.clock.time()
-        until = lease_end(until, now, self._config)
-        for key, depth in depths.items() if until else ():
-            place = self._place(key)
-            if place is not None:
-                place[0].use(kept_until(until, depth), now, self._leases)
+        if end := lease_end(until, now, self._config):
+            self._use(depths, now, lambda depth: kept_until(end, depth))
 
     def lease(self, depths: Mapping[BlockKey, int], until: float, *, pinned: bool) -> Leased:
         """Retain the blocks' segments; none is pinned, and no lease is ended, which may be of other blocks as well."""
@@ -213,6 +209,12 @@ class DramTier(Tier):
                 with self._lock:
                     filling, number = self._fill(segment)
         return filling, number
+
+    def _use(self, depths: Mapping[BlockKey, int], now: float, until: Callable[[int], int]) -> None:
+        for key, depth in depths.items():
+            place = self._place(key)
+            if place is not None:
+                place[0].use(until(depth), now, self._leases)
 
     def _place(self, key: BlockKey) -> tuple[Segment, int] | None:
         place = self._index.get(key)
@@ -334,7 +336,7 @@ class DramTier(Tier):
         clean_up(self._layout.root, self._config.stale_seconds, clock=self.clock)
         self._give_back()
         self._refresh()  # a segment that another process emptied cannot be locked before
-        found = self._own(slot_nbytes, Segment.is_roomy)
+        found = self._own(slot_nbytes, _ROOMY)
         if found is not None:
             return found
         slots = max(1, min(self._capacity // _SHARE, _MOST_NBYTES) // slot_nbytes)
@@ -345,9 +347,11 @@ class DramTier(Tier):
                 where=self._layout.root,
                 fix="raise dram_capacity",
             )
+        self._layout.make()
+        make_directory(directory_of(self._layout), self._layout.group)
         with self._root_lock():
             found = self._claim(slot_nbytes, slots, nbytes)
-        found = found or self._own(slot_nbytes, Segment.has_room)
+        found = found or self._own(slot_nbytes, 0)
         if found is None:
             raise StoreFullError(
                 f"the {self._capacity} bytes that the Dram tier may use are all being written to, or hold blocks of "
@@ -357,11 +361,11 @@ class DramTier(Tier):
             )
         return found
 
-    def _own(self, slot_nbytes: int, fits: Callable[[Segment], bool]) -> Segment | None:
-        """Return one of the namespace's segments, locked; None if none fits."""
+    def _own(self, slot_nbytes: int, free: float) -> Segment | None:
+        """Return one of the namespace's segments with this share of free slots, locked; None if there is none."""
         with self._lock:
             for segment in self._segments.values():
-                if segment.slot_nbytes == slot_nbytes and fits(segment) and segment.lock():
+                if segment.slot_nbytes == slot_nbytes and segment.has_room(free) and segment.lock():
                     self._learn(segment)  # the slots of deleted blocks will serve others
                     return segment
         return None
@@ -382,7 +386,9 @@ class DramTier(Tier):
                 number = victim.slots - len(victim.free())
                 try:
                     if self._used <= self._capacity and (victim.slot_nbytes, victim.slots) == (slot_nbytes, slots):
-                        self._take_over(victim)
+                        victim.empty()
+                        if not victim.path.startswith(f"{self._layout.base}/"):
+                            victim.publish(self._layout)
                         chosen = victim
                     else:
                         victim.remove()
@@ -402,23 +408,6 @@ class DramTier(Tier):
         finally:
             self._close_unused(victims, chosen)
         return None
-
-    def _take_over(self, victim: Segment) -> None:
-        """Empty a locked segment for this namespace.
-
-        Raises:
-            OSError: It cannot be moved here.
-        """
-        if not victim.path.startswith(f"{self._layout.base}/"):
-            try:
-                status_of(directory_of(self._layout))
-            except FileNotFoundError:
-                self._layout.make()
-                make_directory(directory_of(self._layout), self._layout.group)
-            victim.empty()
-            victim.publish(self._layout)
-        else:
-            victim.empty()
 
     def _give_back(self) -> None:
         """Free the memory of deleted segments that other processes still map, once nobody copies from them."""
@@ -487,11 +476,7 @@ class DramTier(Tier):
             StoreTimeoutError: Another process keeps the lock.
         """
         path = f"{self._layout.root}/{LOCK_FILE}"
-        try:
-            descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
-        except FileNotFoundError:
-            self._make_root()
-            descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
+        descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
         try:
             self._wait_for(descriptor)
             try:

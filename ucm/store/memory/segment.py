@@ -27,7 +27,7 @@ import mmap
 import os
 import secrets
 import struct
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +35,7 @@ import numpy as np
 from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey, BlockMissingError
 from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, scatter, verify
 from ucm.store.posix.layout import owner_name, unlink_private
-from ucm.store.posix.paths import list_directory, make_directory, open_file, rename, status_of, unlink
+from ucm.store.posix.paths import list_directory, open_file, rename, status_of, unlink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,8 +53,9 @@ SEGMENTS = "segments"
 LOCK_FILE = "SEGMENTS"
 _MAGIC = b"UCMSEG1\n"
 _HEADER = struct.Struct("<8sQQ16s")
-_TOKEN_AT, _CHANGES_AT, _USED_AT, _DELETIONS_AT, _SET_AT = 24, 40, 48, 56, 64
-_AGE = struct.Struct("<QQQ")
+_TOKEN_AT = 24
+#: Which of the words of 8 bytes at the beginning these are.
+_CHANGES, _USED, _DELETIONS, _SET = 5, 6, 7, 8
 _TABLE_AT = 128
 _KEY = [("begin", "<u8"), ("rest", f"V{MAX_KEY_BYTES - 8}")]
 _ENTRY = np.dtype([("state", "u1"), ("length", "u1"), ("pad", "V6"), *_KEY])
@@ -90,21 +91,20 @@ class Segment:
             status = os.fstat(descriptor)
             size, self.inode = status.st_size, status.st_ino
             self.map = mmap.mmap(descriptor, size)
-            magic, self.slot_nbytes, self.slots, self.token = _HEADER.unpack_from(self.map)
-        except (struct.error, ValueError) as error:
-            os.close(descriptor)
-            raise ValueError(str(error)) from error
-        except OSError:
+            header = self.map[: _HEADER.size].ljust(_HEADER.size)
+        except (OSError, ValueError):
             os.close(descriptor)
             raise
+        magic, self.slot_nbytes, self.slots, self.token = _HEADER.unpack(header)
         if magic != _MAGIC or size != segment_nbytes(self.slot_nbytes, self.slots):
             os.close(descriptor)
             raise ValueError("the file is no segment")
         self.memory = memoryview(self.map)
+        self._words = self.memory[:_TABLE_AT].cast("Q")
         self._table = np.frombuffer(self.map, _ENTRY, self.slots, _TABLE_AT)
         self._begin = _slots_at(self.slots)
         # What `news` has told: of each slot the key, and the table's first two words, in which all changes show.
-        self._seen, self._keys = b"", list[BlockKey | None]([None] * self.slots)
+        self._seen, self._keys = (-1, -1), list[BlockKey | None]([None] * self.slots)
         words = np.frombuffer(self.map, np.uint64, self.slots * _ENTRY_BYTES // 8, _TABLE_AT)
         self._now = words.reshape(self.slots, -1)[:, :2]
         self._told = np.zeros_like(self._now)
@@ -121,15 +121,10 @@ class Segment:
         """Make an empty segment, locked, with all of its memory.
 
         Raises:
-            OSError: There is no room for it, or the directories cannot be made.
+            OSError: There is no room for it, or a directory is missing.
         """
         private = f"{layout.temporary}/{owner_name()}"
-        try:
-            descriptor = layout.new_file(private, os.O_RDWR)
-        except FileNotFoundError:
-            make_directory(layout.root)
-            layout.make()
-            descriptor = layout.new_file(private, os.O_RDWR)
+        descriptor = layout.new_file(private, os.O_RDWR)
         try:
             # All of it now: a write to a mapped page for which there is no room ends the process.
             try:
@@ -159,12 +154,7 @@ class Segment:
             OSError: It cannot be renamed.
         """
         path = f"{directory_of(layout)}/{secrets.token_hex(8)}"
-        try:
-            rename(self.path, path)
-        except FileNotFoundError:
-            layout.make()
-            make_directory(directory_of(layout), layout.group)
-            rename(self.path, path)
+        rename(self.path, path)
         self.path = path
 
     def lock(self) -> bool:
@@ -197,8 +187,8 @@ class Segment:
         self._table["state"] = 0
         self.token = secrets.token_bytes(16)
         self.map[_TOKEN_AT : _TOKEN_AT + 16] = self.token
-        self.map[_USED_AT : _USED_AT + 8] = bytes(8)
-        self._changed()
+        self._words[_USED] = 0
+        self._words[_CHANGES] += 1
 
     def remove(self) -> None:
         """Delete the file; only with the lock. Its memory is free when nobody maps it, or after `give_back`.
@@ -225,7 +215,7 @@ class Segment:
         """
         gone: list[tuple[BlockKey, int]] = []
         new: list[tuple[BlockKey, int]] = []
-        seen = self.map[_CHANGES_AT : _CHANGES_AT + 8] + self.map[_DELETIONS_AT : _DELETIONS_AT + 8]
+        seen = self._words[_CHANGES], self._words[_DELETIONS]
         if seen != self._seen:  # it was read before the table, so that what changes from now on is told next time
             now = self._now.copy()
             for number in np.flatnonzero((now != self._told).any(axis=1)).tolist():
@@ -241,19 +231,13 @@ class Segment:
     def untell(self) -> list[tuple[BlockKey, int]]:
         """Return the blocks that `news` has told; it will tell all visible ones again."""
         told = [(key, number) for number, key in enumerate(self._keys) if key is not None]
-        self._seen, self._keys = b"", [None] * self.slots
+        self._seen, self._keys = (-1, -1), [None] * self.slots
         self._told = np.zeros_like(self._told)
         return told
 
-    @property
-    def used(self) -> float:
-        """The latest time of last use of its blocks, in seconds since the epoch."""
-        return int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little") / 1e9
-
     def age(self) -> tuple[int, int]:
         """Return what orders segments for eviction: the time of last use, and of equal ones, when it was last set."""
-        used, _, set_at = _AGE.unpack_from(self.map, _USED_AT)
-        return used, set_at
+        return self._words[_USED], self._words[_SET]
 
     def use(self, used_ns: int, now: float, rules: LeaseRules) -> None:
         """Set the time of last use, unless it is later.
@@ -263,10 +247,10 @@ class Segment:
             now: The time, in seconds since the epoch.
             rules: What times mean: one that a wrong clock has set is replaced.
         """
-        old, now_ns = int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little"), int(now * 1e9)
+        old, now_ns = self._words[_USED], int(now * 1e9)
         if (joined := rules.joined(old, used_ns, now_ns)) != old:
-            self.map[_USED_AT : _USED_AT + 8] = joined.to_bytes(8, "little")
-        self.map[_SET_AT : _SET_AT + 8] = now_ns.to_bytes(8, "little")
+            self._words[_USED] = joined
+        self._words[_SET] = now_ns
 
     def is_current(self) -> bool:
         """Return whether the segment holds what it held when its token was read, apart from single blocks."""
@@ -305,13 +289,9 @@ class Segment:
         found: list[int] = np.flatnonzero(self._table["state"] != _WHOLE)[::-1].tolist()
         return found
 
-    def has_room(self) -> bool:
-        """Return whether a slot has no visible block."""
-        return bool((self._table["state"] != _WHOLE).any())
-
-    def is_roomy(self) -> bool:
-        """Return whether a quarter of the slots or more have no visible block."""
-        return bool(4 * np.count_nonzero(self._table["state"] != _WHOLE) >= self.slots)
+    def has_room(self, share: float) -> bool:
+        """Return whether a share of the slots, and one at least, have no visible block."""
+        return bool(np.count_nonzero(self._table["state"] != _WHOLE) >= max(1, share * self.slots))
 
     def show(self, number: int, key: BlockKey) -> list[tuple[BlockKey, int]]:
         """Make the block in a slot visible; only with the lock.
@@ -324,7 +304,7 @@ class Segment:
         self.map[at + 1] = len(key)
         self.map[at] = _WHOLE
         old, self._keys[number] = self._keys[number], key
-        self._changed()
+        self._words[_CHANGES] += 1
         return [] if old is None else [(old, number)]
 
     def hide(self, number: int, key: BlockKey) -> bool:
@@ -333,7 +313,7 @@ class Segment:
             return False
         self.map[_TABLE_AT + number * _ENTRY_BYTES] = _DELETED
         # Two processes without the lock could give a counter the same value.
-        self.map[_DELETIONS_AT : _DELETIONS_AT + 8] = secrets.token_bytes(8)
+        self._words[_DELETIONS] = secrets.randbits(64)
         return True
 
     def file_of(
@@ -382,10 +362,6 @@ class Segment:
         entry = self.map[at : at + _ENTRY_BYTES]
         return BlockKey(entry[8 : 8 + entry[1]]) if entry[0] == _WHOLE else None
 
-    def _changed(self) -> None:
-        changes = int.from_bytes(self.map[_CHANGES_AT : _CHANGES_AT + 8], "little")
-        self.map[_CHANGES_AT : _CHANGES_AT + 8] = (changes + 1).to_bytes(8, "little")
-
 
 def segments(layout: Layout) -> Iterator[Segment]:
     """Open the segments of a namespace one by one, skipping other files and those that vanish.
@@ -394,12 +370,8 @@ def segments(layout: Layout) -> Iterator[Segment]:
         OSError: The namespace cannot be listed.
     """
     for name, _ in list_directory(directory_of(layout)):
-        with suppress(ValueError, OSError):
-            found = Segment.open(f"{directory_of(layout)}/{name}")
-            try:
-                yield found
-            finally:
-                found.close()
+        with suppress(ValueError, OSError), closing(Segment.open(f"{directory_of(layout)}/{name}")) as found:
+            yield found
 
 
 def check_slot(path: str, number: int, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:
@@ -415,16 +387,11 @@ def delete_slot(path: str, number: int, key: BlockKey) -> bool:
     return False
 
 
-@contextmanager
-def _opened(path: str, key: BlockKey) -> Iterator[Segment]:
+def _opened(path: str, key: BlockKey) -> closing[Segment]:
     try:
-        segment = Segment.open(path)
+        return closing(Segment.open(path))
     except (OSError, ValueError) as error:
         raise BlockMissingError(f"block {key.hex()} is gone: {error}", where=path) from error
-    try:
-        yield segment
-    finally:
-        segment.close()
 
 
 def delete_blocks(layout: Layout, keys: Iterable[BlockKey]) -> int:

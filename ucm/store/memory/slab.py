@@ -95,18 +95,14 @@ class SlabAddress:
     """The address of a slab, for processes of the same host and user.
 
     Args:
-        boot: The id of the running system's boot.
         pid: The owner's process id.
         descriptor: The file's descriptor in the owner's process.
-        inode: The file's inode.
-        token: The bytes at the beginning of the file.
+        token: The bytes at the beginning of the file, by which another host's or process's is told from it.
         begin: The offset of the rows in the file.
     """
 
-    boot: str
     pid: int
     descriptor: int
-    inode: int
     token: bytes
     begin: int
 
@@ -122,6 +118,7 @@ class State(Enum):
 _WHOLE = State.WHOLE  # in Python 3.11 an attribute of an Enum costs a call
 
 
+@dataclass(slots=True, eq=False)
 class Row:
     """Room for one block, with the parts of all ranks.
 
@@ -131,15 +128,12 @@ class Row:
         read_at: When its thread began to fill it, in seconds of the slab's clock.
     """
 
-    __slots__ = ("name", "number", "read_at", "state", "tier", "users")
-
-    def __init__(self, number: int, name: tuple[int, BlockKey], read_at: float) -> None:
-        self.number = number
-        self.name = name
-        self.state = State.READING
-        self.tier = ""  #: the tier it was read from
-        self.users = 2  #: the first process that wanted the block, and the thread that fills it
-        self.read_at = read_at
+    number: int
+    name: tuple[int, BlockKey]
+    read_at: float
+    state: State = State.READING
+    tier: str = ""  #: the tier it was read from
+    users: int = 2  #: the first process that wanted the block, and the thread that fills it
 
 
 class Slab:
@@ -179,7 +173,7 @@ class Slab:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
         token = secrets.token_bytes(16)
         self._head[: len(token)] = token
-        self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token, begin)
+        self.address = SlabAddress(os.getpid(), self._file, token, begin)
         _of_this_process[token] = self
         self._touched_bytes = min(longest, nbytes // _TOUCHED_SHARE)
         self._advise(_MADV_POPULATE_WRITE, 0, self._touched_bytes)
@@ -428,7 +422,7 @@ class SlabReader:
         own = _of_this_process.get(address.token) if address.pid == os.getpid() else None  # a fork has it, too
         try:
             status = os.stat(path)  # noqa: PTH116 - the link's target
-            if address.boot != _boot() or not stat.S_ISREG(status.st_mode) or status.st_ino != address.inode:
+            if not stat.S_ISREG(status.st_mode):
                 return False
             if own is None and status.st_size == address.begin:
                 return False  # its rows are private
@@ -522,10 +516,3 @@ def _in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
     with suppress(OSError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

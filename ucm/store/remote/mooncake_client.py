@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from ucm.clock import SYSTEM
 from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import aligned_buffer, gather, nbytes_of, scatter
 from ucm.store.health import Breaker, Pool, RefusableJob
-from ucm.store.remote.tiers import Client, missing
+from ucm.store.remote.tiers import Client, misfit, missing, too_long
 
 # It logs every connection to stderr; its native part reads this when the first client is made.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -60,8 +60,8 @@ _AGAIN_FOR_SECONDS, _AGAIN_SECONDS = 1.0, 0.05
 #: and the attachment) of a function that no master has, and says so with the same magic number and number.
 _QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 7, 0, 0, 0)
 _UNIT = 1 << 20
-#: Memory that a failed transfer may still use, which is never freed.
-_RETIRED: list[Staging] = []
+#: Memory that transfers may use: a failed one may still do so, and its memory stays here.
+_LENT: set[Staging] = set()
 #: The clients of this process, by its id and their settings. None is closed, because this takes a second, in which no
 #: thread of the process runs.
 _clients: dict[tuple[Any, ...], Any] = {}
@@ -89,11 +89,8 @@ class Staging:
             raise StoreUnavailableError(f"Mooncake refuses to register {nbytes} bytes of memory: code {code}")
 
     def free(self) -> None:
-        """End the registration; keep the memory if a transfer may still use it."""
-        if self.is_tainted:
-            _RETIRED.append(self)
-        else:
-            self._store.unregister_buffer(self.address)
+        """End the registration."""
+        self._store.unregister_buffer(self.address)
 
 
 class MooncakeClient(Client):
@@ -142,28 +139,27 @@ class MooncakeClient(Client):
 
     def read(
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
-    ) -> list[list[int] | StoreError]:
+    ) -> list[StoreError | None]:
         """Receive parts of values into registered memory, by one call, and copy them into place."""
         sizes = [[part.nbytes for part in some] for some in parts]
         begins: list[int] = np.cumsum([0, *(size for some in sizes for size in some)]).tolist()
         at = iter(begins)
         into = [[next(at) for _ in some] for some in parts]
 
-        def receive(store: Any) -> tuple[Staging, list[list[int] | StoreError]]:
-            with self._staged(store, begins[-1]) as staging:
-                if all(some == [nbytes] for some in sizes):
-                    targets = [staging.address + begin for begin in begins[:-1]]
-                    codes = [[code] for code in store.batch_get_into(list(names), targets, [nbytes] * len(names))]
-                else:
-                    of = [[part.begin for part in some] for some in parts]
-                    codes = store.get_into_ranges([staging.address], [list(names)], [into], [of], [sizes])[0]
-                found = [self._meaning(store, name, some, nbytes) for name, some in zip(names, codes, strict=True)]
-                staging.is_tainted = any(is_harmful(min(some)) for some in codes)
-                return staging, found
+        def receive(store: Any) -> tuple[Staging, list[StoreError | None]]:
+            staging = self._take(store, begins[-1])
+            if all(some == [nbytes] for some in sizes):
+                targets = [staging.address + begin for begin in begins[:-1]]
+                codes = [[code] for code in store.batch_get_into(list(names), targets, [nbytes] * len(names))]
+            else:
+                of = [[part.begin for part in some] for some in parts]
+                codes = store.get_into_ranges([staging.address], [list(names)], [into], [of], [sizes])[0]
+            staging.is_tainted = any(is_harmful(min(some)) for some in codes)
+            return staging, [self._refusal(store, *one, nbytes) for one in zip(names, parts, codes, strict=True)]
 
         staging, found = self._call(self._transfers, receive, deadline, late=lambda received: self._give(received[0]))
-        for some, begun, wanted, lengths in zip(parts, into, sizes, found, strict=True):
-            if lengths == wanted:
+        for some, begun, refusal in zip(parts, into, found, strict=True):
+            if refusal is None:
                 for part, begin in zip(some, begun, strict=True):
                     scatter(staging.memory[begin : begin + part.nbytes], part.memory)
         self._give(staging)
@@ -189,19 +185,19 @@ class MooncakeClient(Client):
         nbytes = nbytes_of(buffers)
 
         def send(store: Any) -> None:
-            with self._staged(store, nbytes) as staging:
-                gather(buffers, staging.memory)
-                until = self._clock.monotonic() + _AGAIN_FOR_SECONDS
-                code, is_begun = _LATE, False
-                # After the deadline nobody waits any more, and the content may have changed.
-                while self._clock.monotonic() < deadline:
-                    (code,) = store.batch_put_from([name], [staging.address], [nbytes], self._replicas)
-                    is_begun = code == _EXISTS and not store.is_exist(name)
-                    if not (is_begun or code in _FULL) or self._clock.monotonic() > until:
-                        break
-                    self._clock.sleep(_AGAIN_SECONDS)
-                staging.is_tainted = is_harmful(code)
-                self._give(staging)
+            staging = self._take(store, nbytes)
+            gather(buffers, staging.memory)
+            until = self._clock.monotonic() + _AGAIN_FOR_SECONDS
+            code, is_begun = _LATE, False
+            # After the deadline nobody waits any more, and the content may have changed.
+            while self._clock.monotonic() < deadline:
+                (code,) = store.batch_put_from([name], [staging.address], [nbytes], self._replicas)
+                is_begun = code == _EXISTS and not store.is_exist(name)
+                if not (is_begun or code in _FULL) or self._clock.monotonic() > until:
+                    break
+                self._clock.sleep(_AGAIN_SECONDS)
+            staging.is_tainted = is_harmful(code)
+            self._give(staging)
             if is_begun:
                 raise StoreError("another client has begun to write the value, and has not ended", where=self._where)
             if code not in {0, _EXISTS}:
@@ -316,51 +312,52 @@ class MooncakeClient(Client):
         return store
 
     def _whole(self, store: Any, name: str, nbytes: int | None) -> Buffer | StoreError:
-        """Return a value of at most ``nbytes``; of a longer one as many bytes as show that."""
+        """Return a value of at most ``nbytes``."""
         size = store.get_size(name)
         if size < 0:
             return failure_of(size, self._where, name)
         if nbytes is not None and size > nbytes:
-            return memoryview(bytes(nbytes - 1))
-        with self._staged(store, size) as staging:
-            (code,) = store.batch_get_into([name], [staging.address], [size])
-            staging.is_tainted = is_harmful(code)
-            content = aligned_buffer(size)
-            if code == size:
-                scatter(staging.memory[:size], [content])
-            self._give(staging)
+            return too_long(size, nbytes)
+        staging = self._take(store, size)
+        (code,) = store.batch_get_into([name], [staging.address], [size])
+        staging.is_tainted = is_harmful(code)
+        content = aligned_buffer(size)
+        if code == size:
+            scatter(staging.memory[:size], [content])
+        self._give(staging)
         return content if code == size else failure_of(min(code, _GONE), self._where, name)
 
-    def _meaning(self, store: Any, name: str, codes: Sequence[int], nbytes: int) -> list[int] | StoreError:
-        """Return the lengths of a value's parts, or why it was not received."""
+    def _refusal(
+        self, store: Any, name: str, parts: Sequence[Part], codes: Sequence[int], nbytes: int
+    ) -> StoreError | None:
+        """Return why the parts of a value were not received, or None."""
         worst = min(codes)
         if worst >= 0:
-            return list(codes)
+            return misfit(parts, list(codes))
         if worst == _WRONG_SIZE:  # or anything else: the value must not be deleted for that
             size: int = store.get_size(name)
             if size >= 0 and size != nbytes:
-                return [size]
+                return misfit(parts, [size])
         return failure_of(worst, self._where, name)
 
-    @contextmanager
-    def _staged(self, store: Any, nbytes: int) -> Iterator[Staging]:
-        """Yield registered memory of at least this size, for ``_give`` to take back; an exception retires it."""
+    def _take(self, store: Any, nbytes: int) -> Staging:
+        """Return registered memory of at least this size, for ``_give`` to take back."""
         with self._lock:
             found = self._free.pop() if self._free else None
         if found is not None and found.memory.nbytes < nbytes:
             found.free()
             found = None
         staging = found or Staging(store, -(-max(1, nbytes) // _UNIT) * _UNIT)
-        try:
-            yield staging
-        except BaseException:
-            _RETIRED.append(staging)
-            raise
+        _LENT.add(staging)
+        return staging
 
     def _give(self, staging: Staging) -> None:
+        """Take back memory that no transfer uses any more."""
+        if staging.is_tainted:
+            return
+        _LENT.discard(staging)
         with self._lock:
-            keep = not self._closed and not staging.is_tainted and len(self._free) < self._options.parallel
-            if keep:
+            if keep := not self._closed and len(self._free) < self._options.parallel:
                 self._free.append(staging)
         if not keep:
             staging.free()

@@ -1,9 +1,8 @@
 """Talk to Redis or Valkey servers without copying values: one server, a master named by sentinels, or a cluster.
 
-redis-py makes the connections (TLS, authentication, sentinels) and reads replies through our parser, which receives a
-value directly into its destination. Commands are written in wire format. So a batch of commands costs one round trip to
-each server, an answer for a thousand keys is parsed at once, and no byte of a value is copied in either direction,
-except to join small layer slices before they are sent.
+redis-py makes the connections (TLS, authentication, sentinels); commands are written, and replies read, here. So a
+batch of commands costs one round trip to each server, and a value is sent from, and received into, its own memory: no
+byte of it is copied, except to join small layer slices before they are sent, and where it begins.
 
 Balancers and firewalls forget idle connections without a word, and the other end of such a connection is silent for
 ever. Three things keep this from looking like a dead server: keep-alive packets, which most of them count as use; an
@@ -14,46 +13,41 @@ every call is bounded.
 
 from __future__ import annotations
 
-import binascii
+import io
+import math
 import socket
 import ssl
-import struct
-import threading
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import redis
 from redis import exceptions
-from redis._parsers.resp2 import _RESP2Parser
 from redis.backoff import NoBackoff
+from redis.connection import DefaultParser
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
-from redis.utils import SENTINEL as NO_TIMEOUT
 
 from ucm.clock import SYSTEM
 from ucm.store.base import BlockForeignError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
-from ucm.store.format import LARGE_BYTES, MOST_BUFFERS, aligned_buffer, beyond
+from ucm.store.format import LARGE_BYTES, aligned_buffer
 from ucm.store.health import Breaker
-from ucm.store.remote.tiers import Client, missing
+from ucm.store.remote.tiers import Client, misfit, missing, too_long
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucm.clock import Clock
     from ucm.store.base import Buffer
     from ucm.store.remote.tiers import Part, RedisOptions
 
-Answer = TypeVar("Answer")
-
-SLOTS = 16384
-#: Values are sent and received in parts of at most this size; each must pass within the timeout of one answer.
+#: Values are sent in parts of at most this size; each must pass within the timeout of one answer.
 _PART = 1 << 20
-_TIMEVAL = struct.Struct("ll")
-#: Bytes of values that may be requested while earlier ones are received; the server holds them meanwhile.
-_WINDOW = 8 << 20
-#: The longest value of the wrong length that is read and dropped; a longer one costs the connection.
+#: By how much a value may be too long and still be read to its end; a longer one costs the connection.
 _MOST_DROPPED = 1 << 16
+#: Bytes that are received ahead at most, and copied to where they belong.
 _READ_SIZE = 1 << 14
 #: How many times a command follows a cluster's redirections.
 _ROUNDS = 4
@@ -61,225 +55,147 @@ _ROUNDS = 4
 _LAYOUT_SECONDS = 0.5
 #: Seconds without use after which a connection is replaced: shorter than any usual limit of a balancer, 50 s and more.
 _MOST_IDLE = 20.0
+#: What turns a server's refusal into an exception; redis-py has no types for it.
+_PARSER: Any = DefaultParser
 #: Seconds without use until a connection's first keep-alive packet, seconds between packets, and the unanswered packets
 #: after which the kernel ends it.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
-class Into:
-    """Receives a value into memory.
+class Command(NamedTuple):
+    """One command of a batch.
 
     Args:
-        memory: The destination buffers, in order.
-        deadline: When to stop, by the clock.
-        clock: What time passes by.
-        is_most: Whether a shorter value is received as well.
+        sent: The command in wire format, in pieces.
+        memory: Where the value that answers it goes; the reply is then its length. None: the reply is the value.
+        most: The longest value that is wanted; the reply is a BlockCorruptError for one that is much longer.
     """
 
-    def __init__(self, memory: Sequence[Buffer], deadline: float, clock: Clock, *, is_most: bool = False) -> None:
-        self._is_most = is_most
-        self._memory = [view.cast("B") for view in memory]
-        self._deadline = deadline
-        self._clock = clock
-        self.nbytes = sum(view.nbytes for view in self._memory)
-
-    def read(self, parser: IntoParser) -> int | None:
-        """Receive the value and return its length, or None if there is none; skip one of a wrong length."""
-        buffer, sock = parser.buffer, parser.sock
-        line = buffer.readline()
-        if not line.startswith(b"$"):
-            buffer.rewind(buffer.get_pos() - len(line) - 2)
-            found: int | None = parser.read_plain()
-            return found
-        _WANTED.heard = True
-        nbytes = int(line[1:])
-        if nbytes < 0:
-            return None
-        if nbytes > self.nbytes or (nbytes < self.nbytes and not self._is_most):
-            if nbytes > _MOST_DROPPED:
-                raise WrongLengthError(nbytes)
-            buffer.read(nbytes)
-            return nbytes
-        timeout = sock.gettimeout()
-        receive = self._receive_checked if isinstance(sock, ssl.SSLSocket) else self._receive_all
-        if receive == self._receive_all:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6)))
-            sock.settimeout(None)
-        try:
-            for part, size in in_parts(first_bytes(self._memory, nbytes)):
-                ahead, rest = memoryview(parser.read_ahead(size)), part
-                left = size - ahead.nbytes
-                while ahead:
-                    got = min(ahead.nbytes, rest[0].nbytes)
-                    rest[0][:got] = ahead[:got]
-                    rest, ahead = beyond(rest, got), ahead[got:]
-                receive(rest, left, sock, timeout)
-        finally:
-            sock.settimeout(timeout)
-        buffer.read(0)  # consume the end of the line
-        return nbytes
-
-    def _receive_all(self, part: list[Buffer], left: int, sock: Any, timeout: float) -> None:
-        """Receive a part by one system call, which returns the whole part, or less after a timeout."""
-        del timeout
-        while left:
-            if self._clock.monotonic() > self._deadline:
-                raise exceptions.TimeoutError("the value did not arrive in time")
-            try:
-                got, *_ = sock.recvmsg_into(part, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise exceptions.TimeoutError("nothing of the value arrived in time") from None
-            if not got:
-                raise exceptions.ConnectionError("the server closed the connection within a value")
-            left -= got
-            if left:
-                part = beyond(part, got)
-
-    def _receive_checked(self, part: list[Buffer], left: int, sock: Any, timeout: float) -> None:
-        """Receive whatever is available at a time, because TLS has no MSG_WAITALL."""
-        while left:
-            remaining = self._deadline - self._clock.monotonic()
-            if remaining <= 0:
-                raise exceptions.TimeoutError("the value did not arrive in time")
-            if remaining < timeout:
-                sock.settimeout(remaining)
-            got = sock.recv_into(part[0])
-            if not got:
-                raise exceptions.ConnectionError("the server closed the connection within a value")
-            left -= got
-            part = beyond(part, got)
-
-
-def first_bytes(views: Iterable[Buffer], nbytes: int) -> Iterator[Buffer]:
-    """Yield the buffers that hold the first ``nbytes``."""
-    for view in views:
-        yield view[:nbytes]
-        nbytes = max(0, nbytes - view.nbytes)
-
-
-def in_parts(views: Iterable[Buffer]) -> Iterator[tuple[list[Buffer], int]]:
-    """Yield consecutive buffers in parts, each of them small enough for one system call, and the bytes of each."""
-    part: list[Buffer] = []
-    nbytes = 0
-    for view in views:
-        for at in range(0, view.nbytes, _PART):
-            piece = view[at : at + _PART]
-            size = piece.nbytes
-            if nbytes + size > _PART or len(part) == MOST_BUFFERS:
-                yield part, nbytes
-                part, nbytes = [], 0
-            part.append(piece)
-            nbytes += size
-    if part:
-        yield part, nbytes
-
-
-class Lines:
-    """Receives a number of short replies of one line each.
-
-    Args:
-        count: The number of replies.
-        deadline: When to stop, by the clock.
-        clock: What time passes by.
-    """
-
-    def __init__(self, count: int, deadline: float, clock: Clock) -> None:
-        self._count = count
-        self._deadline = deadline
-        self._clock = clock
-
-    def read(self, parser: IntoParser) -> list[bytes]:
-        """Receive the replies."""
-        data = bytearray(parser.read_ahead(1 << 30))
-        while data.count(b"\r\n") < self._count:
-            if self._clock.monotonic() > self._deadline:
-                raise exceptions.TimeoutError("the answer did not arrive in time")
-            got = parser.sock.recv(_READ_SIZE)
-            if not got:
-                raise exceptions.ConnectionError("the server closed the connection")
-            _WANTED.heard = True
-            data += got
-        return bytes(data).split(b"\r\n")[: self._count]
-
-
-class WrongLengthError(exceptions.InvalidResponse):
-    """A value does not have a block's length; it is left unread and its connection closed."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"the value has {nbytes} bytes")
-        self.nbytes = nbytes
-
-
-#: What each thread waits for: how it wants its next reply, and whether anything of its call's answer has come.
-_WANTED = threading.local()
-
-
-class IntoParser(_RESP2Parser):
-    """A redis-py parser that receives the next reply in the way its thread requested."""
-
-    def _read_response(self, disable_decoding: bool = False, timeout: float | object = NO_TIMEOUT) -> Any:
-        wanted = getattr(_WANTED, "reply", None)
-        if wanted is None:
-            return super()._read_response(disable_decoding=disable_decoding, timeout=timeout)
-        _WANTED.reply = None
-        return wanted.read(self)
-
-    @property
-    def buffer(self) -> Any:
-        """The received bytes that were not read yet."""
-        return self._buffer
-
-    @property
-    def sock(self) -> Any:
-        """The connection's socket."""
-        return self._sock
-
-    def read_plain(self) -> Any:
-        """Read the next reply as redis-py does."""
-        return super()._read_response(disable_decoding=True)
-
-    def read_ahead(self, nbytes: int) -> bytes:
-        """Return bytes that were received already, at most ``nbytes``."""
-        buffer: Any = self._buffer
-        found: bytes = buffer._buffer.read(nbytes)  # noqa: SLF001 - redis-py has no public name for it
-        return found
+    sent: Sequence[Buffer | bytes]
+    memory: Sequence[Buffer] | None = None
+    most: float = math.inf
 
 
 def pack(*words: bytes) -> bytes:
     """Return a command in wire format."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
 def pack_set(key: bytes, buffers: Sequence[Buffer | bytearray], ttl_seconds: int | None) -> list[Buffer | bytes]:
     """Return a SET command whose value is given in pieces."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
-    nbytes = sum(view.nbytes for view in views)
-    pieces: list[Buffer | bytes] = []
-    for part, _ in in_parts(views):
-        # Copying small pieces takes less time than a call for each.
-        pieces += [b"".join(part)] if all(view.nbytes < LARGE_BYTES for view in part) else part
     words = 3 if ttl_seconds is None else 5
     expiry = b"" if ttl_seconds is None else b"$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_seconds)), ttl_seconds)
-    begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, nbytes)
-    return [begin, *pieces, b"\r\n" + expiry]
+    nbytes = sum(view.nbytes for view in views)
+    return [b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, nbytes), *views, b"\r\n" + expiry]
 
 
-def slot(key: bytes) -> int:
-    """Return the hash slot of a key without braces."""
-    return binascii.crc_hqx(key, 0) % SLOTS
+def packets(pieces: Iterable[Buffer | bytes]) -> Iterator[Buffer | bytes]:
+    """Yield consecutive bytes as they are sent, each by one call: small pieces joined, and large ones cut.
+
+    To copy small pieces takes less time than a call for each.
+    """
+    small: list[Buffer | bytes] = []
+    nbytes = 0
+    for piece in pieces:
+        size = len(piece)
+        if small and (size >= LARGE_BYTES or nbytes + size > _PART):
+            yield b"".join(small)
+            small, nbytes = [], 0
+        if size >= LARGE_BYTES:
+            yield from (piece[at : at + _PART] for at in range(0, size, _PART))
+        else:
+            small.append(piece)
+            nbytes += size
+    if small:
+        yield b"".join(small)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command of a batch.
+class Answer(io.RawIOBase):
+    """What comes through a connection until a deadline.
+
+    It is read through ``io.BufferedReader``, which receives all of a value but its first bytes directly into memory.
 
     Args:
-        sent: The command in wire format, in pieces.
-        wanted: How to receive the reply; None: as redis-py does.
+        sock: The connection's socket.
+        timeout: The most seconds of silence.
+        deadline: When to stop, by the clock.
+        clock: What time passes by.
     """
 
-    sent: Sequence[Buffer | bytes]
-    wanted: Into | None = None
+    def __init__(self, sock: socket.socket, timeout: float, deadline: float, clock: Clock) -> None:
+        self._sock = sock
+        self._timeout = timeout
+        self._deadline = deadline
+        self._clock = clock
+        self.heard = False  #: whether anything has come
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def patience(self) -> float:
+        """Return how many seconds to wait for the next bytes, or to send some.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        remaining = self._deadline - self._clock.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("the deadline has passed")
+        return min(self._timeout, remaining)
+
+    def readinto(self, memory: Any) -> int:
+        """Receive what has come.
+
+        Raises:
+            TimeoutError: Nothing comes in time.
+            ConnectionError: The server has closed the connection.
+        """
+        self._sock.settimeout(self.patience())
+        got = self._sock.recv_into(memory)
+        if not got:
+            raise exceptions.ConnectionError("the server closed the connection")
+        self.heard = True
+        return got
+
+
+def read_reply(reader: io.BufferedReader[Answer], command: Command) -> Any:
+    """Return the next reply, which is an exception if the server refuses the command.
+
+    Raises:
+        RedisError: The server cannot be used, or the reply is no reply.
+    """
+    line = reader.readline()
+    kind, rest = line[:1], line[1:-2]
+    if kind == b":":
+        return int(rest)
+    if kind == b"+":
+        return rest
+    if kind == b"-":
+        error = _PARSER.parse_error(rest.decode(errors="replace"))
+        if isinstance(error, exceptions.ConnectionError):
+            raise error
+        return error
+    if kind == b"*":
+        return [read_reply(reader, command) for _ in range(int(rest))]
+    if kind == b"$":
+        return _read_value(reader, int(rest), command)
+    raise exceptions.InvalidResponse(f"the server answered {line[:80]!r}")
+
+
+def _read_value(reader: io.BufferedReader[Answer], nbytes: int, command: Command) -> Buffer | int | StoreError | None:
+    """Return the reply with a value of a length; None for a negative length: there is no value."""
+    if nbytes < 0:
+        return None
+    if nbytes > command.most + _MOST_DROPPED:
+        return too_long(nbytes, command.most)
+    memory = command.memory or [aligned_buffer(nbytes)]
+    left = nbytes
+    for view in memory:
+        left -= reader.readinto(view.cast("B")[:left])
+    reader.read(left + 2)
+    return nbytes if command.memory else memory[0]
 
 
 class Node:
@@ -301,6 +217,8 @@ class Node:
         self._pool = pool
         self._timeout = timeout
         self._clock = clock
+        #: When each connection has answered last.
+        self._answered: WeakKeyDictionary[socket.socket, float] = WeakKeyDictionary()
         self.calls = Breaker(f"the Redis server {name}", failures, rest, clock=clock)
         # A full server can still be read.
         self.writes = Breaker(f"writing to the Redis server {name}", failures, rest, clock=clock)
@@ -311,49 +229,15 @@ class Node:
         return self.calls.rests or self.writes.rests
 
     def exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
-        """Send commands ahead of their replies, and receive the replies.
-
-        Returns:
-            The replies, including error replies. Replies after a value of the wrong length are missing.
+        """Send commands ahead of their replies, and return the replies, of which some may be exceptions.
 
         Raises:
             StoreError: The server does not answer, or the connection fails.
         """
         replies: list[Any] = []
-
-        def talk(connection: Any, until: float) -> list[Any]:
-            sent, ahead = 0, 0
-            while len(replies) < len(commands):
-                while sent < len(commands) and (sent == len(replies) or ahead < _WINDOW):
-                    connection.send_packed_command(self._until(commands[sent].sent, until), check_health=False)
-                    ahead += _expected(commands[sent])
-                    sent += 1
-                command = commands[len(replies)]
-                try:
-                    replies.append(self._receive(connection, command.wanted))
-                except WrongLengthError as error:
-                    replies.append(error.nbytes)
-                    break
-                except exceptions.ResponseError as error:
-                    replies.append(error)
-                ahead -= _expected(command)
-            return replies
-
-        return self._talk(talk, deadline)
-
-    def ask(self, keys: Sequence[bytes], deadline: float, *, asking: bool = False) -> list[bytes]:
-        """Look up keys in one round trip; return one line of the answer for each."""
-        prefix = pack(b"ASKING") if asking else b""
-        sent = b"".join(prefix + b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys)
-
-        def talk(connection: Any, until: float) -> list[bytes]:
-            connection.send_packed_command([sent], check_health=False)
-            wanted = Lines(len(keys) * (2 if asking else 1), until, self._clock)
-            lines: list[bytes] = self._receive(connection, wanted)
-            return lines
-
-        lines = self._talk(talk, deadline)
-        return lines[1::2] if asking else lines
+        while len(replies) < len(commands):  # a value that is much too long has cost the connection
+            replies += self._talk(commands[len(replies) :], deadline)
+        return replies
 
     def plain(self, *words: bytes) -> Any:
         """Send one command with a short reply."""
@@ -366,101 +250,83 @@ class Node:
         """Close the connections."""
         self._pool.disconnect()
 
-    def _until(self, pieces: Iterable[Buffer | bytes], deadline: float) -> Iterator[Buffer | bytes]:
-        """Yield pieces to send until the deadline."""
-        for piece in pieces:
-            if self._clock.monotonic() > deadline:
-                raise exceptions.TimeoutError("the server did not take the value in time")
-            yield piece
-
-    def _receive(self, connection: Any, wanted: Into | Lines | None) -> Any:
-        _WANTED.reply = wanted
-        try:
-            answer = connection.read_response(disable_decoding=True)
-        finally:
-            _WANTED.reply = None
-        _WANTED.heard = True
-        return answer
-
-    def _talk(self, talk: Callable[[Any, float], Answer], deadline: float) -> Answer:
-        """Return what is said through a connection; convert its errors to StoreError and report them to the breaker.
+    def _talk(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+        """Return replies; convert errors of the connection to StoreError and report them to the breaker.
 
         If a connection that was used before fails without a byte of an answer, all idle connections are as doubtful:
-        they are closed, and a new connection is tried once, for one more time limit where the deadline has passed.
-
-        Args:
-            talk: Sends and receives, through a connection and until a time; repeating it does no harm.
-            deadline: When to stop, by the clock.
+        they are closed, and a new connection is tried once, for one more time limit where the deadline has passed. To
+        repeat a command does no harm.
         """
         if not self.calls.allows(wait=False):
             raise self.calls.refusal(self.name)
         try:
-            try:
-                answer = self._once(talk, deadline)
-            except _SilentError:
+            replies = self._once(commands, deadline)
+            if replies is None:
                 self._pool.disconnect(inuse_connections=False)
-                try:
-                    answer = self._once(talk, max(deadline, self._clock.monotonic() + self._timeout))
-                except _SilentError as again:  # another thread released it meanwhile
-                    raise again.error from None
+                until = max(deadline, self._clock.monotonic() + self._timeout)
+                replies = self._once(commands, until, is_last=True) or []
         except (exceptions.RedisError, OSError) as error:
             failure = failure_of(error, self.name)
             if isinstance(failure, StoreUnavailableError):
                 self.calls.failed(failure)
             raise failure from error
         self.calls.succeeded()
-        return answer
+        return replies
 
-    def _once(self, talk: Callable[[Any, float], Answer], deadline: float) -> Answer:
-        """Talk through a pooled connection.
+    def _once(self, commands: Sequence[Command], deadline: float, *, is_last: bool = False) -> list[Any] | None:
+        """Talk through a pooled connection; return None if it was used before and said nothing, unless it is the last.
 
-        Raises:
-            _SilentError: The connection has answered before, and failed now without a byte of an answer.
+        It can only be used again once all replies are read.
         """
         connection: Any = self._pool.get_connection()
         try:
-            is_new = self._is_new(connection)
+            was_used = self._was_used(connection)
+            sock = connection._sock  # noqa: SLF001 - it has no public name
+            answer = Answer(sock, self._timeout, deadline, self._clock)
             try:
-                _WANTED.heard = False
-                answer = talk(connection, deadline)
-            except (exceptions.TimeoutError, exceptions.ConnectionError, OSError) as error:
+                replies = self._converse(connection, answer, commands)
+            except BaseException as error:
                 connection.disconnect()
-                if is_new or _WANTED.heard:
-                    raise
-                raise _SilentError(error) from error
-            connection.answered = connection._sock, self._clock.monotonic()  # noqa: SLF001 - it has no public name
+                if was_used and not answer.heard and not is_last and isinstance(error, exceptions.RedisError | OSError):
+                    return None
+                if isinstance(error, ValueError | OverflowError | MemoryError):  # a damaged number
+                    raise exceptions.InvalidResponse(str(error)) from error
+                raise
+            self._answered[sock] = self._clock.monotonic()
         finally:
             self._pool.release(connection)
-        return answer
+        return replies
 
-    def _is_new(self, connection: Any) -> bool:
-        """Return whether a connection has not answered yet; one that has been idle is replaced, and so is new."""
-        sock, when = getattr(connection, "answered", (None, 0.0))
-        if sock is not connection._sock:  # noqa: SLF001 - it has no public name
-            return True
-        if self._clock.monotonic() - when < _MOST_IDLE:
-            return False
+    def _was_used(self, connection: Any) -> bool:
+        """Return whether a connection has answered before; one that has been idle is replaced, and has not."""
+        when = self._answered.get(connection._sock)  # noqa: SLF001 - it has no public name
+        if when is None or self._clock.monotonic() - when < _MOST_IDLE:
+            return when is not None
         connection.disconnect()
         connection.connect()
-        return True
+        return False
 
-
-class _SilentError(Exception):
-    """A connection that has answered before failed without a byte of an answer.
-
-    Args:
-        error: How it failed.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    def _converse(self, connection: Any, answer: Answer, commands: Sequence[Command]) -> list[Any]:
+        """Return the replies to commands; those behind a value that is much too long are missing."""
+        for packet in packets(piece for command in commands for piece in command.sent):
+            answer.patience()
+            connection.send_packed_command([packet], check_health=False)
+        reader = io.BufferedReader(answer, _READ_SIZE)
+        replies: list[Any] = []
+        for command in commands:
+            replies.append(read_reply(reader, command))
+            if isinstance(replies[-1], StoreError):
+                connection.disconnect()  # the value is unread
+                break
+        if any(isinstance(reply, exceptions.ReadOnlyError) for reply in replies):
+            connection.disconnect()  # the next one asks the sentinels who is the master by now
+        return replies
 
 
 def failure_of(error: BaseException, where: str) -> StoreError:
     """Return the StoreError for an error of redis-py."""
     said = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, exceptions.TimeoutError):
+    if isinstance(error, exceptions.TimeoutError | TimeoutError):
         return StoreTimeoutError(f"Redis does not answer in time: {said}", where=where)
     if isinstance(error, exceptions.OutOfMemoryError):
         return StoreFullError(
@@ -473,10 +339,6 @@ def failure_of(error: BaseException, where: str) -> StoreError:
     if isinstance(error, exceptions.InvalidResponse):  # no block's fault: otherwise a whole batch would be deleted
         return StoreUnavailableError(f"Redis answered what cannot be read: {said}", where=where)
     return StoreUnavailableError(f"Redis: {said}", where=where)
-
-
-def _expected(command: Command) -> int:
-    return command.wanted.nbytes if command.wanted is not None else 1
 
 
 class Servers(Client):
@@ -519,7 +381,6 @@ class Servers(Client):
             "socket_keepalive": True,
             "socket_keepalive_options": _KEEP_ALIVE,
             "socket_read_size": _READ_SIZE,
-            "parser_class": IntoParser,
             "protocol": 2,
             "driver_info": None,
             "retry": Retry(NoBackoff(), 0),
@@ -553,66 +414,39 @@ class Servers(Client):
     def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
         """Return whether each value exists, in one round trip to each server."""
         keys = [name.encode() for name in names]
-
-        def ask(node: Node, indexes: list[int], asking: bool) -> list[Any]:
-            return list(map(meaning, node.ask([keys[index] for index in indexes], deadline, asking=asking)))
-
-        def meaning(line: bytes) -> Any:
-            if line.startswith(b":"):
-                return line != b":0"
-            said = line[1:].decode(errors="replace")
-            kind, _, rest = said.partition(" ")
-            if kind in {"MOVED", "ASK"}:
-                return (exceptions.MovedError if kind == "MOVED" else exceptions.AskError)(rest)
-            return exceptions.ResponseError(said)
-
-        return self._each(keys, ask)
+        asked = [[Command([b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key)])] for key in keys]
+        replies = self.run(keys, asked, deadline)
+        return [reply if isinstance(reply, StoreError) else reply[0] > 0 for reply in replies]
 
     def read(
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
-    ) -> list[list[int] | StoreError]:
+    ) -> list[StoreError | None]:
         """Receive parts of values by pipelined commands, each directly into its memory."""
+
+        def command(key: bytes, part: Part) -> Command:
+            if part.nbytes == nbytes:
+                return Command([pack(b"GET", key)], part.memory, nbytes)
+            end = part.begin + part.nbytes - 1
+            return Command([pack(b"GETRANGE", key, b"%d" % part.begin, b"%d" % end)], part.memory, part.nbytes)
+
         keys = [name.encode() for name in names]
-
-        def commands(index: int) -> list[Command]:
-            wanted, key = parts[index], keys[index]
-            if len(wanted) == 1 and wanted[0].nbytes == nbytes:
-                return [Command([pack(b"GET", key)], Into(wanted[0].memory, deadline, self._clock))]
-            return [
-                Command(
-                    [pack(b"GETRANGE", key, b"%d" % part.begin, b"%d" % (part.begin + part.nbytes - 1))],
-                    Into(part.memory, deadline, self._clock),
-                )
-                for part in wanted
-            ]
-
-        replies = self.run(keys, commands, deadline)
-        for index, reply in enumerate(replies):
-            # GETRANGE answers with nothing where GET says that there is nothing.
-            if not isinstance(reply, StoreError) and (reply[0] is None or (len(reply) > 1 and reply[0] == 0)):
-                replies[index] = missing(names[index])
-        return replies
+        wanted = [[command(key, part) for part in some] for key, some in zip(keys, parts, strict=True)]
+        found: list[StoreError | None] = []
+        for name, some, reply in zip(names, parts, self.run(keys, wanted, deadline), strict=True):
+            if isinstance(reply, StoreError):
+                found.append(reply)
+            elif len(reply) > 1 and reply[0] == 0:
+                found.append(missing(name))  # GETRANGE answers with nothing where GET says that there is nothing
+            else:
+                found.append(misfit(some, reply))
+        return found
 
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
         """Return values by pipelined commands."""
+        most = math.inf if nbytes is None else nbytes
         keys = [name.encode() for name in names]
-        memory = [aligned_buffer(nbytes or 0) for _ in names]
-
-        def commands(index: int) -> list[Command]:
-            into = Into([memory[index]], deadline, self._clock, is_most=True) if nbytes else None
-            return [Command([pack(b"GET", keys[index])], into)]
-
-        found: list[Buffer | StoreError] = []
-        for name, content, reply in zip(names, memory, self.run(keys, commands, deadline), strict=True):
-            if isinstance(reply, StoreError):
-                found.append(reply)
-            elif reply[0] is None:
-                found.append(missing(name))
-            elif not nbytes:
-                found.append(memoryview(reply[0]))
-            else:
-                found.append(content[: reply[0] if reply[0] <= nbytes else nbytes - 1])
-        return found
+        replies = self.run(keys, [[Command([pack(b"GET", key)], None, most)] for key in keys], deadline)
+        return [reply if isinstance(reply, StoreError) else reply[0] for reply in replies]
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one SET."""
@@ -625,20 +459,21 @@ class Servers(Client):
         self._one(key, Command([pack(b"DEL", key)]), deadline)
 
     def _one(self, key: bytes, command: Command, deadline: float, *, writing: bool = False) -> None:
-        (reply,) = self.run([key], lambda _: [command], deadline, writing=writing)
+        (reply,) = self.run([key], [[command]], deadline, writing=writing)
         if isinstance(reply, StoreError):
             raise reply
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield names and lengths by SCAN and STRLEN; a name can come twice."""
         if self._options.mode == "cluster":
-            self._server_of(b"")
+            self._look()
         for node in dict.fromkeys(self._slots or self.nodes):
             cursor = b"0"
             while True:
-                cursor, found = node.plain(b"SCAN", cursor, b"MATCH", prefix.encode() + b"*", b"COUNT", b"1000")
+                after, keys = node.plain(b"SCAN", cursor, b"MATCH", prefix.encode() + b"*", b"COUNT", b"1000")
+                cursor, found = bytes(after), list(map(bytes, keys))
                 deadline = self._clock.monotonic() + self._options.transfer_timeout
-                lengths = self.run(found, lambda at, keys=found: [Command([pack(b"STRLEN", keys[at])])], deadline)  # type: ignore[misc] # mypy does not infer the default
+                lengths = self.run(found, [[Command([pack(b"STRLEN", key)])] for key in found], deadline)
                 for name, nbytes in zip(found, lengths, strict=True):
                     if isinstance(nbytes, StoreError):
                         raise nbytes
@@ -647,85 +482,62 @@ class Servers(Client):
                     break
 
     def run(
-        self,
-        keys: Sequence[bytes],
-        commands: Callable[[int], Sequence[Command]],
-        deadline: float,
-        *,
-        writing: bool = False,
+        self, keys: Sequence[bytes], commands: Sequence[Sequence[Command]], deadline: float, *, writing: bool = False
     ) -> list[Any]:
-        """Run commands for each key and return a list of replies, or an error, for each."""
-
-        def exchange(node: Node, indexes: list[int], asking: bool) -> list[Any]:
-            found: list[Any] = []
-            while len(found) < len(indexes):
-                batch: list[Command] = []
-                counts = []
-                for index in indexes[len(found) :]:
-                    mine = [part for one in commands(index) for part in ([_ASKING, one] if asking else [one])]
-                    counts.append(len(mine))
-                    batch += mine
-                replies = node.exchange(batch, deadline)
-                for count in counts:
-                    some, replies = replies[:count], replies[count:]
-                    if not some:
-                        break  # a value of the wrong length has cost the connection: continue with another one
-                    some = some[1::2] if asking else some
-                    bad = next((one for one in some if isinstance(one, Exception)), None)
-                    found.append(some if bad is None else bad)
-            return found
-
-        return self._each(keys, exchange, writing=writing)
+        """Run commands for each key and return a list of replies, or an error, for each; follow redirections."""
+        try:
+            nodes = self._servers_of(keys)
+        except StoreError as error:
+            return [error] * len(keys)
+        found: list[Any] = [None] * len(keys)
+        asked: dict[tuple[Node, bool], list[int]] = defaultdict(list)
+        for index, node in enumerate(nodes):
+            asked[node, False].append(index)
+        for _ in range(_ROUNDS):
+            redirected: dict[tuple[Node, bool], list[int]] = defaultdict(list)
+            for (node, asking), indexes in asked.items():
+                batch = [commands[index] for index in indexes]
+                answers = self._ask(node, batch, deadline, asking=asking, writing=writing)
+                for index, one in zip(indexes, answers, strict=True):
+                    if isinstance(one, exceptions.AskError) and self._slots:
+                        once = not isinstance(one, exceptions.MovedError)
+                        redirected[self._redirection(one, node), once].append(index)
+                    found[index] = self._outcome(keys[index], one, node, writing=writing)
+            asked = redirected
+        return found
 
     def close(self) -> None:
         """Close all connections."""
         for node in self.nodes:
             node.close()
 
-    def _each(  # noqa: C901 - one loop with short branches
-        self,
-        keys: Sequence[bytes],
-        ask: Callable[[Node, list[int], bool], list[Any]],
-        *,
-        writing: bool = False,
-    ) -> list[Any]:
-        """Ask the servers of the keys, and follow a cluster's redirections."""
-        found: list[Any] = [None] * len(keys)
-        asked: dict[tuple[Node, bool], list[int]] = defaultdict(list)
-        for index, key in enumerate(keys):
-            try:
-                asked[self._server_of(key), False].append(index)
-            except StoreError as error:
-                found[index] = error
-        for _ in range(_ROUNDS):
-            redirected: dict[tuple[Node, bool], list[int]] = defaultdict(list)
-            for (node, asking), indexes in asked.items():
-                try:
-                    if writing and not node.writes.allows():
-                        raise node.writes.refusal(node.name)
-                    answers = ask(node, indexes, asking)
-                except StoreError as error:
-                    self._stale = True
-                    for index in indexes:
-                        found[index] = error
-                    continue
-                for index, one in zip(indexes, answers, strict=True):
-                    if isinstance(one, exceptions.AskError) and self._slots:
-                        once = not isinstance(one, exceptions.MovedError)
-                        redirected[self._redirection(one, node), once].append(index)
-                    found[index] = self._outcome(one, node, writing=writing)
-            if not redirected:
-                break
-            asked = redirected
-        return found
+    def _ask(
+        self, node: Node, batch: Sequence[Sequence[Command]], deadline: float, *, asking: bool, writing: bool
+    ) -> list[list[Any] | Exception]:
+        """Return for each of some keys the replies of a server, or the first error among them."""
+        commands = [one for some in batch for command in some for one in ([_ASKING] * asking + [command])]
+        try:
+            if writing and not node.writes.allows():
+                raise node.writes.refusal(node.name)
+            replies = iter(node.exchange(commands, deadline))
+        except StoreError as error:
+            self._stale = True
+            return [error] * len(batch)
+        every = 1 + asking
+        answers = (list(islice(replies, every * len(some)))[asking::every] for some in batch)
+        return [next((one for one in some if isinstance(one, Exception)), some) for some in answers]
 
-    def _outcome(self, answer: Any, node: Node, *, writing: bool) -> Any:
+    def _outcome(self, key: bytes, answer: Any, node: Node, *, writing: bool) -> Any:
         """Return an answer, or the StoreError for an error; note if a server is full, to pause writes to it."""
-        found = failure_of(answer, node.name) if isinstance(answer, Exception) else answer
+        if isinstance(answer, StoreError):
+            return answer
+        if not isinstance(answer, Exception):
+            if writing:
+                node.writes.succeeded()
+            return missing(key.decode(errors="replace")) if answer[0] is None else answer
+        found = failure_of(answer, node.name)
         if isinstance(found, StoreFullError):
             node.writes.failed(found)
-        elif writing and not isinstance(found, StoreError):
-            node.writes.succeeded()
         return found
 
     def _redirection(self, error: exceptions.AskError, node: Node) -> Node:
@@ -736,17 +548,27 @@ class Servers(Client):
             self._slots[error.slot_id] = target
         return target
 
-    def _server_of(self, key: bytes) -> Node:
+    def _servers_of(self, keys: Sequence[bytes]) -> list[Node]:
+        """Return the server of each key.
+
+        Raises:
+            StoreError: No server knows the cluster's layout.
+        """
         if self._options.mode != "cluster":
-            return next(iter(self._nodes.values()))
-        if self._stale and (self._clock.monotonic() - self._looked >= _LAYOUT_SECONDS or not self._slots):
-            self._look()
-        return self._slots[slot(key)]
+            return self.nodes * len(keys)
+        self._look()
+        return [self._slots[key_slot(key)] for key in keys]
+
+    def _must_look(self) -> bool:
+        is_early = self._clock.monotonic() - self._looked < _LAYOUT_SECONDS
+        return self._stale and not (self._slots and is_early)
 
     def _look(self) -> None:
-        """Learn a cluster's layout from the first server that reports it."""
+        """Learn a cluster's layout from the first server that reports it, if it may have changed."""
+        if not self._must_look():
+            return
         with self._lock:
-            if not self._stale or (self._slots and self._clock.monotonic() - self._looked < _LAYOUT_SECONDS):
+            if not self._must_look():
                 return
             self._looked = self._clock.monotonic()
             failure: StoreError = StoreUnavailableError("no server of the cluster can be asked for its layout")
@@ -756,12 +578,12 @@ class Servers(Client):
                 except StoreError as error:
                     failure = error
                     continue
-                slots: list[Node | None] = [None] * SLOTS
+                slots: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
                 for first, last, (host, port, *_), *_ in layout:
-                    name = host.decode() if host else node.name.rpartition(":")[0]
+                    name = bytes(host).decode() if host else node.name.rpartition(":")[0]
                     slots[first : last + 1] = [self._node(name, port)] * (last + 1 - first)
                 known = [one for one in slots if one is not None]
-                if len(known) == SLOTS:
+                if len(known) == REDIS_CLUSTER_HASH_SLOTS:
                     self._slots, self._stale = known, False
                     return
                 failure = StoreUnavailableError("the cluster does not cover all slots", where=node.name)
@@ -777,7 +599,6 @@ class Servers(Client):
     def _of_sentinels(self) -> Node:
         options = self._options
         settings = {**self._settings, "db": 0}
-        del settings["parser_class"]
         if not options.sentinel_auth:
             del settings["username"], settings["password"]
         sentinels: Any = Sentinel  # redis-py has no types for these two

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +25,7 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import joined, scatter
 from ucm.store.health import Breaker
-from ucm.store.remote.tiers import Client
+from ucm.store.remote.tiers import Client, OtherFormError, misfit
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -126,61 +128,40 @@ class S3Client(Client):
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
         """Return whether each object exists, by one HEAD each."""
-
-        async def ask(name: str) -> bool:
-            await self._requests.head_async(self._store, name)
-            return True
-
-        found = self._run([lambda name=name: ask(name) for name in names], deadline, self._lookups)  # type: ignore[misc] # mypy does not infer the default
-        return [False if isinstance(one, BlockMissingError) else one for one in found]
+        jobs = [partial(self._requests.head_async, self._store, name) for name in names]
+        found = self._run(jobs, deadline, self._lookups)
+        return [
+            False if isinstance(one, BlockMissingError) else one if isinstance(one, StoreError) else True
+            for one in found
+        ]
 
     def read(
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
-    ) -> list[list[int] | StoreError]:
+    ) -> list[StoreError | None]:
         """Receive parts of objects by one GET each, and copy them into place."""
-        received = iter(
-            self._run(
-                [
-                    lambda name=name, part=part: self._get(name, part.begin, part.nbytes, nbytes)  # type: ignore[misc] # see above
-                    for name, some in zip(names, parts, strict=True)
-                    for part in some
-                ],
-                deadline,
-                self._transfers,
-            )
-        )
+        jobs = [
+            partial(self._get, name, nbytes, part) for name, some in zip(names, parts, strict=True) for part in some
+        ]
+        received = iter(self._run(jobs, deadline, self._transfers))
         return [place_parts(some, list(islice(received, len(some)))) for some in parts]
 
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
         """Return objects by one GET each."""
-        return self._run(
-            [lambda name=name: self._get(name, 0, None, nbytes) for name in names],  # type: ignore[misc] # see above
-            deadline,
-            self._transfers,
-        )
+        return self._run([partial(self._get, name, nbytes) for name in names], deadline, self._transfers)
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store an object by one PUT."""
-        content = joined(buffers)
-
-        async def send() -> None:
-            await self._requests.put_async(self._store, name, content, use_multipart=False)
-
         try:
-            self._one(send, deadline)
+            self._one(
+                partial(self._requests.put_async, self._store, name, joined(buffers), use_multipart=False), deadline
+            )
         except BlockMissingError as error:  # of the bucket, as some servers say it
             raise StoreUnavailableError(error.what, where=self._where) from error
 
     def remove(self, name: str, deadline: float) -> None:
         """Delete an object by one DELETE."""
-
-        async def delete() -> None:
-            await self._requests.delete_async(self._store, name)
-
-        try:
-            self._one(delete, deadline)
-        except BlockMissingError:
-            return
+        with suppress(BlockMissingError):
+            self._one(partial(self._requests.delete_async, self._store, name), deadline)
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield names and lengths, by one request for a thousand."""
@@ -196,19 +177,24 @@ class S3Client(Client):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._timeout)
 
-    async def _get(self, name: str, begin: int, length: int | None, nbytes: int | None) -> Buffer:
-        """Return bytes of an object: too few if it is longer than ``nbytes``, or if a part of one of another length."""
-        ranged: Any = {"range": (begin, begin + length)} if length is not None and length != nbytes else {}
+    async def _get(self, name: str, nbytes: int | None, part: Part | None = None) -> Buffer:
+        """Return an object of at most ``nbytes``, or a part of one that has so many.
+
+        Raises:
+            OtherFormError: The object has another length.
+        """
+        ranged: Any = {}
+        if part is not None and part.nbytes != nbytes:
+            ranged = {"range": (part.begin, part.begin + part.nbytes)}
         try:
             result = await self._requests.get_async(self._store, name, options=ranged)
         except BaseError as error:
             if ranged and _BEHIND_THE_END in str(error).partition(_DEBUG)[0]:
-                return memoryview(b"")
+                raise OtherFormError("the object ends before the part that was wanted") from error
             raise
-        if nbytes is not None and result.meta["size"] > nbytes:
-            return memoryview(bytes(nbytes - 1) if length is None else b"")
-        if length is not None and result.meta["size"] != nbytes:
-            return memoryview(b"")
+        size = result.meta["size"]
+        if nbytes is not None and (size > nbytes if part is None else size != nbytes):
+            raise OtherFormError(f"the object has {size} bytes, but a block {nbytes}")
         return memoryview(await result.bytes_async())
 
     def _one(self, job: Callable[[], Awaitable[Answer]], deadline: float) -> Answer:
@@ -238,6 +224,8 @@ class S3Client(Client):
             async with limit:
                 try:
                     return await job()
+                except StoreError as error:
+                    return error
                 except (BaseError, OSError, ValueError) as error:
                     return failure_of(error, self._where)
 
@@ -267,22 +255,17 @@ async def _cancel_all() -> None:
 CLIENT = S3Client
 
 
-def place_parts(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> list[int] | StoreError:
-    """Copy a value's parts into place.
-
-    Returns:
-        The lengths of the parts, 0 for one that was not received. If one was not and no other has a wrong length: why.
-    """
-    lengths = [0 if isinstance(one, StoreError) else one.nbytes for one in received]
-    failure = None
-    for part, content in zip(parts, received, strict=True):
-        if isinstance(content, StoreError):
-            failure = failure or content
-        elif content.nbytes != part.nbytes:
-            return lengths
-        else:
+def place_parts(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> StoreError | None:
+    """Copy a value's parts into place; return why one was not received, a wrong length before all else."""
+    contents = [one for one in received if not isinstance(one, StoreError)]
+    if len(contents) < len(received):
+        failures = [one for one in received if isinstance(one, StoreError)]
+        return next((one for one in failures if isinstance(one, OtherFormError)), failures[0])
+    refusal = misfit(parts, [content.nbytes for content in contents])
+    if refusal is None:
+        for part, content in zip(parts, contents, strict=True):
             scatter(content, part.memory)
-    return failure or lengths
+    return refusal
 
 
 def failure_of(error: Exception, where: str) -> StoreError:

@@ -33,6 +33,7 @@ from ucm.store.tier import CompressingOptions, TierOptions, ValueTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Self
 
     from ucm.store.base import BlockTransfer, Buffer
     from ucm.store.health import Breaker
@@ -48,6 +49,8 @@ _MOST_SECONDS = 86400.0
 class RemoteOptions(CompressingOptions):
     """The options that all tiers on servers have."""
 
+    #: What the names of two options call the secret: that of its file and that of its variable.
+    word: ClassVar[str] = "secret"
     timeout: float = Field(default=0.5, gt=0, le=_MOST_SECONDS)
     transfer_timeout: float = Field(default=5.0, gt=0, le=_MOST_SECONDS)
 
@@ -58,15 +61,22 @@ class RemoteOptions(CompressingOptions):
             raise ValueError("it is empty: write a text, or leave the option out")
         return value
 
+    @model_validator(mode="after")
+    def _has_one_secret(self) -> Self:
+        if None not in self.secret_at:
+            raise ValueError(f"the {self.word} is in {self.word}_file or in {self.word}_env, not in both")
+        return self
+
     @property
     def secret_at(self) -> tuple[str | None, str | None]:
         """The file, or the environment variable, that contains the secret."""
-        return None, None
+        return getattr(self, f"{self.word}_file", None), getattr(self, f"{self.word}_env", None)
 
     @property
-    def files(self) -> tuple[str | None, ...]:
-        """Further files that must be readable."""
-        return ()
+    def files(self) -> list[str]:
+        """Further files that must be readable: those of TLS."""
+        found = (getattr(self, name, None) for name in ("tls_ca", "tls_certificate", "tls_key"))
+        return [name for name in found if name is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +142,16 @@ class Client(ABC):
     @abstractmethod
     def read(
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
-    ) -> list[list[int] | StoreError]:
+    ) -> list[StoreError | None]:
         """Receive the parts of each value, whose length should be ``nbytes``.
 
         Returns:
-            For each value the lengths of its parts. Where these differ from what was asked for, the value has another
-            length than it should, and the memory is undefined.
+            For each value None, or why the memory is undefined; ``misfit`` says so for a value of another length.
         """
 
     @abstractmethod
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
-        """Return each value of at most ``nbytes``; less than that of a longer one, None: however long it is."""
+        """Return each value of at most ``nbytes``, a longer one is corrupt; None: however long it is."""
 
     @abstractmethod
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
@@ -218,10 +227,10 @@ class RemoteTier(ValueTier):
         if self._compresses:
             return super().read_many(blocks, deadline)
         refusals = self._receive(blocks, deadline)  # but another engine may compress
-        others = [block for block, one in zip(blocks, refusals, strict=True) if isinstance(one, _OtherFormError)]
+        others = [block for block, one in zip(blocks, refusals, strict=True) if isinstance(one, OtherFormError)]
         found = iter(super().read_many(others, deadline) if others else ())
         return [
-            next(found) if isinstance(one, _OtherFormError) else self.outcome(block.key, one, deadline)
+            next(found) if isinstance(one, OtherFormError) else self.outcome(block.key, one, deadline)
             for block, one in zip(blocks, refusals, strict=True)
         ]
 
@@ -310,8 +319,9 @@ class RemoteTier(ValueTier):
         codec = known_codec(self.codec)
         headers = [bytearray(codec.nbytes) for _ in blocks]
         parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
-        replies = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
-        return [self._judge(*one) for one in zip(blocks, headers, parts, replies, strict=True)]
+        refusals = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
+        found = zip(refusals, blocks, headers, strict=True)
+        return [refusal or self._judge(block, header) for refusal, block, header in found]
 
     def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
         """Return what to receive to load some layer slices of a block: its header as well."""
@@ -320,25 +330,29 @@ class RemoteTier(ValueTier):
             return [Part(0, [memoryview(header), *block.slices])]
         return [Part(0, [memoryview(header)]), Part(codec.offsets[first], block.slices)]
 
-    def _judge(
-        self, block: BlockTransfer, header: bytearray, wanted: list[Part], reply: list[int] | StoreError
-    ) -> StoreError | None:
-        """Return what is wrong with a received value, or None."""
+    def _judge(self, block: BlockTransfer, header: bytearray) -> StoreError | None:
+        """Return what is wrong with a value that was received, or None."""
         codec = known_codec(self.codec)
-        if isinstance(reply, StoreError):
-            return reply
-        lengths = [part.nbytes for part in wanted]
-        if reply != lengths:
-            return _OtherFormError(f"the value has {reply} bytes, not {lengths}")
         if codec.is_sound(header, block.key, block.first_slice, block.slices):
             return None
         if uncompress(header):  # of which only a part was asked for
-            return _OtherFormError("the value is compressed")
+            return OtherFormError("the value is compressed")
         return codec.refusal(header, block.key)
 
 
-class _OtherFormError(BlockCorruptError):
+class OtherFormError(BlockCorruptError):
     """A value is damaged, or a compressed block."""
+
+
+def misfit(parts: Sequence[Part], lengths: Sequence[int]) -> OtherFormError | None:
+    """Return what is wrong with parts of a value, if not all of them have been received with their lengths."""
+    wanted = [part.nbytes for part in parts]
+    return None if lengths == wanted else OtherFormError(f"the value has {lengths} bytes, not {wanted}")
+
+
+def too_long(nbytes: int, most: float) -> BlockCorruptError:
+    """Return the error for a value that is longer than what was to be fetched."""
+    return BlockCorruptError(f"the value has {nbytes} bytes, more than {most}")
 
 
 def missing(name: str) -> BlockMissingError:
@@ -368,24 +382,17 @@ def _share(tier: type[RemoteTier], options: RemoteOptions, place: TierPlace) -> 
             fix=f"install it: {install_extra(tier.kind)}",
         ) from error
     for path in options.files:
-        if path is not None and not os.access(path, os.R_OK):
+        if not os.access(path, os.R_OK):
             raise ConfigError("a file of the TLS options cannot be read", where=f"{where}: {path}")
     secret = read_secret(*options.secret_at, where)
     limits = place.config.failures_until_rest, place.config.rest_seconds
     of = tier, os.getpid(), options.model_dump_json(), secret, *limits, place.clock
-    while True:
-        with _lock:
-            if (found := _shared.get(of)) is not None:
-                found.users += 1
-                return found
-        # Without the lock, because it starts threads.
-        made: Client = client(options, secret, *limits, clock=place.clock)
-        with _lock:
-            if of not in _shared:
-                made.users = 1
-                _shared[of] = made
-                return made
-        made.close()  # another thread was faster
+    with _lock:
+        if of not in _shared:
+            _shared[of] = client(options, secret, *limits, clock=place.clock)
+        found = _shared[of]
+        found.users += 1
+    return found
 
 
 def _let_go(client: Client) -> None:
@@ -411,6 +418,7 @@ def _check_address(value: str) -> None:
 class RedisOptions(RemoteOptions):
     """The options of the Redis tier; docs/store.md explains them."""
 
+    word = "password"
     address: Annotated[tuple[str, ...], BeforeValidator(_addresses)] = ("127.0.0.1:6379",)
     mode: Literal["single", "sentinel", "cluster"] = "single"
     master: str | None = None
@@ -437,8 +445,6 @@ class RedisOptions(RemoteOptions):
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> RedisOptions:
-        if self.password_file is not None and self.password_env is not None:
-            raise ValueError("the password is in password_file or in password_env, not in both")
         if (self.mode == "sentinel") != (self.master is not None):
             raise ValueError("the mode sentinel, and no other, needs master: the name that the sentinels know")
         if self.mode == "single" and len(self.address) > 1:
@@ -448,16 +454,6 @@ class RedisOptions(RemoteOptions):
         if not self.tls and (self.tls_ca or self.tls_certificate or self.tls_key):
             raise ValueError("tls_ca, tls_certificate and tls_key need tls: true")
         return self
-
-    @property
-    def secret_at(self) -> tuple[str | None, str | None]:
-        """Where the password is."""
-        return self.password_file, self.password_env
-
-    @property
-    def files(self) -> tuple[str | None, ...]:
-        """The files for TLS."""
-        return self.tls_ca, self.tls_certificate, self.tls_key
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -530,24 +526,11 @@ class S3Options(RemoteOptions):
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> S3Options:
-        secrets = sum(one is not None for one in self.secret_at)
-        if secrets > 1:
-            raise ValueError("the secret is in secret_file or in secret_env, not in both")
-        if (self.access_key is not None) != bool(secrets):
+        if (self.access_key is not None) != any(one is not None for one in self.secret_at):
             raise ValueError("access_key needs secret_file or secret_env, and these need access_key")
         if self.anonymous and self.access_key is not None:
             raise ValueError("anonymous requests have no access_key")
         return self
-
-    @property
-    def secret_at(self) -> tuple[str | None, str | None]:
-        """Where the secret access key is."""
-        return self.secret_file, self.secret_env
-
-    @property
-    def files(self) -> tuple[str | None, ...]:
-        """The file for TLS."""
-        return (self.tls_ca,)
 
 
 class S3Tier(RemoteTier):

@@ -84,7 +84,7 @@ def test_the_slab_of_chunks_is_opened_before_it_is_known_whose_they_are(tmp_path
     engine = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
     side: Any = BlendWorkerSide(engine, None, load_connector_config(extra), object)
     side._blending = create_autospec(BlendWorker, instance=True)
-    address = SlabAddress("boot", 1, 2, 3, b"token", 4096)
+    address = SlabAddress(1, 2, b"token", 4096)
     side.begin(StepPlan(1, blend=BlendPlan(slab=address)))
     side._blending.attach.assert_called_once_with(address)
 
