@@ -284,7 +284,8 @@ class BlendWorkerSide(WorkerSide):
             where = f"{namespace}/{CHUNKS}/{self._tag(self._groups.groups[0])}"
             store = opening_store(config, where, self._caches.geometry, clock=self._clock)
             saves = ChunkSaves(self._caches, self._blending, store, config.save_queue_bytes, clock=self._clock)
-            worker.add((OF_PIECES, 0), saves, self._rank)
+            saves.place = self._rank
+            worker.groups[OF_PIECES, 0] = saves
         return worker
 
     def _find_layers(self, kv_caches: Mapping[str, Any]) -> None:

@@ -415,7 +415,7 @@ class WorkerSide:
         self._memories: list[HostMemory | DeviceMemory] = []
         self._on_host = False
         #: Moves nothing until a plan has the namespace: graph capture and memory profiling happen before any step.
-        self.worker = TransferWorker({}, self.counters, places={}, saves=set(), clock=clock)
+        self.worker = TransferWorker({}, self.counters, clock=clock)
         self._has_begun = False
         self._slab = SlabReader(clock=clock)
         self._offered: SlabAddress | None = None
@@ -587,13 +587,12 @@ class WorkerSide:
 
     def _create_worker(self, namespace: str) -> TransferWorker:
         config, groups = self._vllm_config, self._groups
+        transfers = {(one.group.index, one.group.place): self._transfer(one, namespace) for one in self._memories}
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         batch_by_batch = runs_micro_batches(config) or groups.has_states
         worker = TransferWorker(
-            {(memory.group.index, memory.group.place): self._transfer(memory, namespace) for memory in self._memories},
+            transfers,
             self.counters,
-            places={(memory.group.index, memory.group.place): self._place(memory.group) for memory in self._memories},
-            saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             policy=when_loads_run(self._connector_base, groups, self._settings),
             layer_wise=self._settings.connector == "layerwise" and not batch_by_batch,
             clock=self._clock,
@@ -624,11 +623,15 @@ class WorkerSide:
         config = replace(config, save_queue_bytes=room)
         store = opening_store(config, f"{namespace}/{self._tag(memory.group)}", memory.geometry, clock=self._clock)
         self.counters.watch(store.stats)
+        found: GroupTransfer
         if isinstance(memory, HostMemory):
-            return HostTransfer(memory, store, self._slab, room, clock=self._clock)
-        return StagedTransfer(
-            memory, store, self._slab, STAGING_BYTES // slices, save_queue_bytes=room, clock=self._clock
-        )
+            found = HostTransfer(memory, store, self._slab, room, clock=self._clock)
+        else:
+            staging = STAGING_BYTES // slices
+            found = StagedTransfer(memory, store, self._slab, staging, save_queue_bytes=room, clock=self._clock)
+        found.place = self._place(memory.group)
+        found.saves = must_save(self._vllm_config, spec=memory.group.spec)
+        return found
 
     def _method_figures(self) -> Mapping[str, float]:
         """Return the figures of a sparse method in this worker."""
