@@ -61,6 +61,7 @@ from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer import STAGING_BYTES, GroupTransfer, HostTransfer, StagedTransfer
 from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
+from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.store.factory import key_fingerprint, open_store, opening_store
 from ucm.store.memory.slab import Slab, SlabReader, default_bytes
@@ -411,7 +412,8 @@ class WorkerSide:
         self._settings = settings
         self._connector_base, self._can = connector_base, connector_abilities(connector_base)
         self.counters = create_counters(vllm_config, settings, clock=clock)
-        self.counters.watch_method(self._method_figures)
+        if sparse_method_config(vllm_config) is not None:
+            self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
         self._on_host = False
         #: Moves nothing until a plan has the namespace: graph capture and memory profiling happen before any step.
