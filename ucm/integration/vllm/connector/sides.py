@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ucm.background import call_within
 from ucm.clock import SYSTEM
 from ucm.compat import (
+    ConnectorAbilities,
     LoadPolicy,
     batches_in_flight,
-    connector_abilities,
     drafts_look_ahead,
     freed_encodings,
-    kv_cache_layout,
     load_policy,
     optional,
     outer_transfer,
@@ -179,7 +178,7 @@ class SchedulerSide(PrefixCacheScheduler):
         self.block_pool: Any = None
         self._table: Any = None
         self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
-        can = connector_abilities(connector_base)
+        can = ConnectorAbilities(connector_base)
         self.hears_workers = can.hears_workers
         self.policy = when_loads_run(connector_base, groups, settings)
         self._ranks = ranks(vllm_config)
@@ -410,7 +409,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._connector_base, self._can = connector_base, connector_abilities(connector_base)
+        self._connector_base, self._can = connector_base, ConnectorAbilities(connector_base)
         self.counters = create_counters(vllm_config, settings, clock=clock)
         if sparse_method_config(vllm_config) is not None:
             self.counters.watch_method(self._method_figures)
@@ -444,7 +443,7 @@ class WorkerSide:
         """
         # Without the configuration, a worker learns the number of blocks too late.
         num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
-        about = {"layout": str(kv_cache_layout(self._kv_cache_config))}
+        about = {"layout": str(optional(self._kv_cache_config, "kv_cache_layout"))}
         self._on_host = all(
             tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
         )
