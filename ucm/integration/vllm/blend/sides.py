@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.clock import SYSTEM
 from ucm.compat import hashes_are_bytes, leave_out, optional, runs_micro_batches
 from ucm.config.settings import BlendSettings
-from ucm.integration.vllm.blend.caches import LayerCaches
+from ucm.integration.vllm.blend.caches import OTHER, LayerCaches
 from ucm.integration.vllm.blend.scheduler import AT_ONCE, OF_PIECES, PIECES, BlendScheduler
 from ucm.integration.vllm.blend.worker import BlendWorker, ChunkSaves
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 #: The values of ``cache_dtype`` with which KV is stored as the model computes it.
 PLAIN = ("auto", "float16", "half", "bfloat16", "float32", "float")
-OTHER = "use UCMConnector, which loads exact prefixes, for this model"
 #: The attributes of a model's configuration for layers that do not rotate their keys.
 UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "nope_layers")
 
