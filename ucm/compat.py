@@ -9,6 +9,7 @@ neither vLLM nor torch at its import, and no other module of UCM.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import traceback
@@ -57,6 +58,14 @@ def optional(holder: Any, path: str, default: Any = None) -> Any:
         if holder is _MISSING:
             return default
     return holder
+
+
+def vllm_module(name: str) -> Any:
+    """Return a module of vLLM by its name below ``vllm.``; None if this release has none, or vLLM is not installed."""
+    try:
+        return importlib.import_module(f"vllm.{name}")
+    except ImportError:
+        return None
 
 
 # Requests. Tests of UCM and other packages have requests with fewer fields than vLLM's.
@@ -214,11 +223,8 @@ def tokens_per_hash(cache_config: Any) -> int:
 
 def hashes_are_bytes() -> bool:
     """Return whether this release has a request's hashes as replaceable bytes; it does from 0.11.0 on."""
-    try:
-        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 - ucm imports without vLLM
-    except ImportError:
-        return True
-    return optional(kv_cache_utils, "BlockHash.__supertype__") is bytes
+    utils = vllm_module("v1.core.kv_cache_utils")
+    return utils is None or optional(utils, "BlockHash.__supertype__") is bytes
 
 
 def requests_have_hashers() -> bool:
@@ -242,17 +248,8 @@ def admitted_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[in
     """Yield requests that a step starts or resumes: id, all block ids per group, tokens computed or loaded before."""
     for data in scheduler_output.scheduled_new_reqs:
         yield data.req_id, _by_group(data.block_ids), data.num_computed_tokens
-    cached = scheduler_output.scheduled_cached_reqs
-    if isinstance(cached, list):
-        for data in cached:
-            if data.resumed_from_preemption:
-                yield data.req_id, _by_group(data.new_block_ids), data.num_computed_tokens
-        return
-    resumed = _resumed(cached)
-    for request_id, new_ids, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        if request_id in resumed:
+    for request_id, new_ids, computed, resumes in _cached_requests(scheduler_output.scheduled_cached_reqs):
+        if resumes:
             yield request_id, _by_group(new_ids), computed
 
 
@@ -266,23 +263,22 @@ def grown_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[int]]
 
     Requests that resume after a preemption are excluded: like new ones, they get all their blocks at admission.
     """
-    cached = scheduler_output.scheduled_cached_reqs
-    if isinstance(cached, list):  # until 0.9.1 one object per request
-        for data in cached:
-            if not data.resumed_from_preemption and data.new_block_ids:
-                yield data.req_id, _by_group(data.new_block_ids)
-        return
-    resumed = _resumed(cached)
-    for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if new_ids and request_id not in resumed:
+    for request_id, new_ids, _, resumes in _cached_requests(scheduler_output.scheduled_cached_reqs):
+        if new_ids and not resumes:
             yield request_id, _by_group(new_ids)
 
 
-def _resumed(cached: Any) -> set[str]:
-    resumed: set[str] | None = getattr(cached, "resumed_req_ids", None)
+def _cached_requests(cached: Any) -> Iterator[tuple[str, Any, int, bool]]:
+    """Yield requests that ran before: id, new block ids, tokens computed before, whether it resumes."""
+    if isinstance(cached, list):  # until 0.9.1 one object per request
+        for data in cached:
+            yield data.req_id, data.new_block_ids, data.num_computed_tokens, data.resumed_from_preemption
+        return
+    resumed: Any = getattr(cached, "resumed_req_ids", None)
     if resumed is None:  # until 0.11.0 a list of flags
-        return {i for i, flag in zip(cached.req_ids, cached.resumed_from_preemption, strict=True) if flag}
-    return resumed
+        resumed = {i for i, flag in zip(cached.req_ids, cached.resumed_from_preemption, strict=True) if flag}
+    for found in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        yield *found, found[0] in resumed
 
 
 def _by_group(new_ids: Any) -> list[list[int]]:
@@ -341,12 +337,6 @@ def cap_admission(manager: Any, blocks: int) -> None:
 # The KV cache.
 
 
-def kv_cache_layout(kv_cache_config: KVCacheConfig | None) -> str | None:
-    """Return vLLM's name for the order of a block's dimensions; None in releases that do not say."""
-    found: str | None = getattr(kv_cache_config, "kv_cache_layout", None)
-    return found
-
-
 def boundary_states(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
     """Return the states that a step leaves at the ends of blocks, by request: group, block id, and tokens up to there.
 
@@ -373,14 +363,9 @@ def state_modes(kv_cache_config: KVCacheConfig) -> set[str]:
 
 def hands_over_states() -> bool:
     """Return whether vLLM tells connectors which blocks hold states, and lets a whole load fail; from 0.30.0 on."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - ucm imports without vLLM
-            KVConnectorBase_V1,
-        )
-        from vllm.v1.core.sched.output import KVConnectorBlockState  # noqa: F401, PLC0415
-    except ImportError:
-        return False
-    return hasattr(KVConnectorBase_V1, "get_transfer_results")
+    base, output = map(vllm_module, ("distributed.kv_transfer.kv_connector.v1.base", "v1.core.sched.output"))
+    ends = hasattr(optional(base, "KVConnectorBase_V1"), "get_transfer_results")
+    return ends and hasattr(output, "KVConnectorBlockState")
 
 
 def layer_specs(spec: Any, layer_names: Sequence[str] = ("",)) -> Mapping[str, Any]:
@@ -419,41 +404,24 @@ class LoadPolicy(NamedTuple):
     fails_whole: bool = False
 
 
-class ConnectorAbilities(NamedTuple):
-    """What vLLM asks of connectors, by its connector class.
+class ConnectorAbilities:
+    """What vLLM asks of connectors, by its connector class."""
 
-    Args:
-        asks_again: A lookup's outcome may be reported as not yet known (from 0.10.2 on).
-        runs_piecewise: A connector may keep a step from being replayed as one graph; and vLLM keeps the blocks of an
-            aborted request until its load has ended (both from 0.17.1 on).
-        hears_workers: Workers can report to the scheduler side (from 0.18.1 on).
-        takes_events: vLLM publishes the connector's KV-cache events.
-        takes_stats: vLLM collects what connectors count (from 0.11.0 on).
-        exports_stats: vLLM exports it as metrics.
-    """
+    def __init__(self, connector_base: type) -> None:
+        def has(name: str) -> bool:
+            return hasattr(connector_base, name)
 
-    asks_again: bool
-    runs_piecewise: bool
-    hears_workers: bool
-    takes_events: bool
-    takes_stats: bool
-    exports_stats: bool
-
-
-def connector_abilities(connector_base: type) -> ConnectorAbilities:
-    """Return what this release asks of connectors."""
-
-    def has(name: str) -> bool:
-        return hasattr(connector_base, name)
-
-    return ConnectorAbilities(
-        asks_again=has("shutdown"),  # added in the same release
-        runs_piecewise=has("requires_piecewise_for_cudagraph"),
-        hears_workers=has("build_connector_worker_meta"),
-        takes_events=has("take_events"),
-        takes_stats=has("get_kv_connector_stats"),
-        exports_stats=has("build_prom_metrics"),
-    )
+        #: A lookup's outcome may be reported as not yet known (from 0.10.2 on); `shutdown` came in the same release.
+        self.asks_again = has("shutdown")
+        #: A connector may keep a step from being replayed as one graph; and vLLM keeps the blocks of an aborted request
+        #: until its load has ended (both from 0.17.1 on).
+        self.runs_piecewise = has("requires_piecewise_for_cudagraph")
+        #: Workers can report to the scheduler side (from 0.18.1 on).
+        self.hears_workers = has("build_connector_worker_meta")
+        #: vLLM publishes the connector's KV-cache events.
+        self.takes_events = has("take_events")
+        #: vLLM collects what connectors count (from 0.11.0 on), and exports it as metrics.
+        self.takes_stats, self.exports_stats = has("get_kv_connector_stats"), has("build_prom_metrics")
 
 
 def load_policy(
@@ -482,7 +450,7 @@ def load_policy(
         return LoadPolicy(between_steps=False)
     return LoadPolicy(
         between_steps=True,
-        background=connector_abilities(connector_base).runs_piecewise,
+        background=ConnectorAbilities(connector_base).runs_piecewise,
         reloads_preempted=hasattr(connector_base, "bind_gpu_block_pool"),  # from 0.19.1 on
         fails_whole=fails_whole,
     )
@@ -509,13 +477,8 @@ def outer_transfer(vllm_config: Any) -> Any:
 
 def saves_after_drafts() -> bool:
     """Return whether connectors save after the draft model has run, as from vLLM 0.18.1 on."""
-    try:
-        from vllm.v1.worker.kv_connector_model_runner_mixin import (  # noqa: PLC0415 - ucm imports without vLLM
-            KVConnectorModelRunnerMixin,
-        )
-    except ImportError:
-        return False
-    return hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector")
+    mixin = vllm_module("v1.worker.kv_connector_model_runner_mixin")
+    return hasattr(optional(mixin, "KVConnectorModelRunnerMixin"), "finalize_kv_connector")
 
 
 def draft_metadata(attention_group: Any, common: Any, number: int) -> Any:
@@ -571,9 +534,8 @@ def weights_move(vllm_config: Any) -> bool:
 
     Experts may move between ranks, and offloaded layers may take turns in one buffer on the device.
     """
-    offload = getattr(vllm_config, "offload_config", None)
-    turns = int(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) or 0) > 0
-    return turns or bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+    turns = int(optional(vllm_config, "offload_config.prefetch.offload_group_size") or 0) > 0
+    return turns or bool(optional(vllm_config, "parallel_config.enable_eplb"))
 
 
 def drafts_look_ahead(vllm_config: Any) -> bool:
@@ -636,14 +598,9 @@ def choose_backend(*, tells_sums: bool = False) -> str:
     Args:
         tells_sums: Whether the backend must also return the log-sum-exp.
     """
-    try:
-        from vllm import envs  # noqa: PLC0415 - ucm imports without vLLM
-        from vllm.platforms import interface  # noqa: PLC0415
-    except ImportError:
-        named, triton = False, "TRITON_ATTN"
-    else:
-        named = BACKEND_VARIABLE in envs.environment_variables
-        triton = V1_TRITON if hasattr(getattr(interface, "_Backend", None), V1_TRITON) else "TRITON_ATTN"
+    named = BACKEND_VARIABLE in optional(vllm_module("envs"), "environment_variables", ())
+    backends = optional(vllm_module("platforms.interface"), "_Backend")
+    triton = V1_TRITON if hasattr(backends, V1_TRITON) else "TRITON_ATTN"
     option = f"{BACKEND_VARIABLE}=" if named else "--attention-backend "
     others = "" if tells_sums else f" or {option}{triton}"
     return f"choose another backend, on a GPU: {option}FLASH_ATTN{others}"

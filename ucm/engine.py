@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import graph_mode, optional
-from ucm.hashing.rank_geometry import rank_tag
+from ucm.hashing.rank_geometry import part_tags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +111,7 @@ def _backend(layer: Any) -> Any:
 def _groups(worker: Any) -> list[dict[str, Any]]:
     specs = [group.kv_cache_spec for group in optional(worker.model_runner, "kv_cache_config.kv_cache_groups", ())]
     return [
-        {"tokens": int(spec.block_size), "tag": rank_tag(worker.vllm_config, index, spec=spec)}
+        {"tokens": int(spec.block_size), "tag": part_tags(worker.vllm_config, index, spec=spec)[0]}
         for index, spec in enumerate(specs)
     ]
 

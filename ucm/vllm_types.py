@@ -75,33 +75,13 @@ class SchedulerOutput(Protocol):
 class VllmConfig(Protocol):
     """``vllm.config.VllmConfig``; the sections' fields depend on the release."""
 
-    @property
-    def model_config(self) -> Any:
-        """The model."""
-
-    @property
-    def cache_config(self) -> Any:
-        """The KV cache: block size, dtype, prefix caching."""
-
-    @property
-    def parallel_config(self) -> Any:
-        """The parallel ranks."""
-
-    @property
-    def scheduler_config(self) -> Any:
-        """The limits of a step."""
-
-    @property
-    def load_config(self) -> Any:
-        """How weights are loaded."""
-
-    @property
-    def kv_transfer_config(self) -> Any:
-        """The KV connector's configuration; None without one."""
-
-    @property
-    def compilation_config(self) -> Any:
-        """torch.compile and CUDA graphs."""
+    model_config: Any  #: the model
+    cache_config: Any  #: the KV cache: block size, dtype, prefix caching
+    parallel_config: Any  #: the parallel ranks
+    scheduler_config: Any  #: the limits of a step
+    load_config: Any  #: how weights are loaded
+    kv_transfer_config: Any  #: the KV connector's configuration; None without one
+    compilation_config: Any  #: torch.compile and CUDA graphs
 
 
 class KVCacheConfig(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ucm.compat import block_ids_by_group, grown_requests
+from ucm.compat import admitted_requests, block_ids_by_group, grown_requests
 
 
 def blocks(ids: Any) -> Any:
@@ -40,26 +40,31 @@ def test_the_ids_are_our_own_lists() -> None:
 
 
 def one(request_id: str, new_block_ids: Any, *, resumed: bool = False) -> Any:
-    return SimpleNamespace(req_id=request_id, new_block_ids=new_block_ids, resumed_from_preemption=resumed)
+    return SimpleNamespace(
+        req_id=request_id, new_block_ids=new_block_ids, num_computed_tokens=8, resumed_from_preemption=resumed
+    )
 
 
 def output(cached: Any) -> Any:
-    return SimpleNamespace(scheduled_cached_reqs=cached)
+    return SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
 
 
 EXPECTED = [("grown", [[4]]), ("both", [[5, 6]])]
+RESUMED = [("resumed", [[1, 2]], 8)]
 
 
 def test_one_object_per_request_with_one_group() -> None:
     """0.9.0."""
     cached = [one("grown", [4]), one("same", []), one("resumed", [1, 2], resumed=True), one("both", [5, 6])]
     assert list(grown_requests(output(cached))) == EXPECTED
+    assert list(admitted_requests(output(cached))) == RESUMED
 
 
 def test_one_object_per_request() -> None:
     """0.9.1."""
     cached = [one("grown", [[4]]), one("same", []), one("resumed", [[1, 2]], resumed=True), one("both", [[5, 6]])]
     assert list(grown_requests(output(cached))) == EXPECTED
+    assert list(admitted_requests(output(cached))) == RESUMED
 
 
 @pytest.mark.parametrize("nothing", [([],), None])
@@ -68,9 +73,11 @@ def test_lists_with_flags(nothing: Any) -> None:
     cached = SimpleNamespace(
         req_ids=["grown", "same", "resumed", "both"],
         new_block_ids=[([4],), nothing, ([1, 2],), ([5, 6],)],
+        num_computed_tokens=[8] * 4,
         resumed_from_preemption=[False, False, True, False],
     )
     assert [found for found in grown_requests(output(cached)) if found[1] != [[]]] == EXPECTED
+    assert list(admitted_requests(output(cached))) == RESUMED
 
 
 def test_lists_with_a_set_of_resumed_requests() -> None:
@@ -78,19 +85,24 @@ def test_lists_with_a_set_of_resumed_requests() -> None:
     cached = SimpleNamespace(
         req_ids=["grown", "same", "resumed", "both"],
         new_block_ids=[([4],), None, ([1, 2],), ([5, 6],)],
+        num_computed_tokens=[8] * 4,
         resumed_req_ids={"resumed"},
     )
     assert list(grown_requests(output(cached))) == EXPECTED
+    assert list(admitted_requests(output(cached))) == RESUMED
 
 
 def test_several_groups() -> None:
     cached = SimpleNamespace(
-        req_ids=["first", "second"], new_block_ids=[([4], []), ([], [9])], resumed_req_ids=set[str]()
+        req_ids=["first", "second"],
+        new_block_ids=[([4], []), ([], [9])],
+        num_computed_tokens=[8, 8],
+        resumed_req_ids=set[str](),
     )
     assert list(grown_requests(output(cached))) == [("first", [[4], []]), ("second", [[], [9]])]
 
 
 def test_nothing_cached() -> None:
     assert list(grown_requests(output([]))) == []
-    empty = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set[str]())
+    empty = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set[str]())
     assert list(grown_requests(output(empty))) == []

@@ -249,7 +249,6 @@ def _as_tuple(found: Any) -> tuple[Any, ...]:
 @pytest.fixture(autouse=True)
 def _nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_works_sparsely", False)
-    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
     monkeypatch.setattr(hooks, "_running_layers", lambda: id(running.layers))
     monkeypatch.setattr(hooks, "_by_layers", {})
 

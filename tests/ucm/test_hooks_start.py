@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_works_sparsely", False)
-    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
 
 
 class Starting(SparseMethod):

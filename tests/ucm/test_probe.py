@@ -228,7 +228,6 @@ def test_both_roles_of_a_process_share_a_file(tmp_path: Path) -> None:
 
 def test_it_counts_behind_the_real_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_works_sparsely", False)
-    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
     config = VllmConfig({"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
     scheduler, request = (
         SimpleNamespace(vllm_config=config, kv_cache_manager=SimpleNamespace()),

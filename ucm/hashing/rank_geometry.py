@@ -43,12 +43,6 @@ def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
     return bool(latent[0])
 
 
-def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None) -> str:
-    """Return the only one of `part_tags`, for instance ``tp1of4-pp0of1-g0-b16``, without slices of KV heads."""
-    (tag,) = part_tags(vllm_config, group_id, spec=spec)
-    return tag
-
-
 def part_tags(
     vllm_config: Any, group_id: int, *, spec: Any = None, rank: int | None = None, shards: int = 0
 ) -> list[str]:
@@ -65,7 +59,8 @@ def part_tags(
             part is one.
 
     Returns:
-        One name; with slices one for each of the worker's, for instance ``kv1of4-pp0of1-g0-b16``.
+        One name, for instance ``tp1of4-pp0of1-g0-b16``; with slices one for each of the worker's, for instance
+        ``kv1of4-pp0of1-g0-b16``.
     """
     tp, pp = vllm_config.parallel_config.tensor_parallel_size, vllm_config.parallel_config.pipeline_parallel_size
     stage, place = divmod((rank_of(vllm_config) if rank is None else rank) % (tp * pp), tp)

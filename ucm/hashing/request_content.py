@@ -71,8 +71,12 @@ _KNOWN_FIELDS = frozenset(
 )
 
 
-class AdapterError(Exception):
-    """An adapter's weights cannot be identified; the text is the reason."""
+class NotCacheableError(Exception):
+    """A request's content cannot be identified; the text is the reason."""
+
+
+class AdapterError(NotCacheableError):
+    """An adapter's weights cannot be identified."""
 
 
 class _BeingReadError(AdapterError):
@@ -296,10 +300,6 @@ def _files(directory: Path) -> list[Path]:
     return found
 
 
-class NotCacheableError(Exception):
-    """A request's content cannot be identified; the text is the reason."""
-
-
 #: The digest of a multimodal input's data, or the reason why it has none.
 Digest = bytes | NotCacheableError
 
@@ -519,10 +519,7 @@ class ContentReader:
                     "in the same step"
                 )
             return None
-        try:
-            return self.adapters.fingerprint(lora_request)
-        except AdapterError as error:
-            raise NotCacheableError(str(error)) from error
+        return self.adapters.fingerprint(lora_request)
 
     def _media(
         self,

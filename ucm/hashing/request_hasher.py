@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import array
 import hashlib
-import importlib
 import struct
 import sys
 from collections.abc import Mapping
@@ -28,12 +27,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from ucm.compat import block_hashes, optional
+from ucm.compat import optional, vllm_module
 from ucm.salts import tag_of_salt, tagged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
     from typing import TypeAlias
 
     #: Token ids as vLLM provides them: a list, a ``ConstantList``, or an array of integers.
@@ -82,15 +80,9 @@ def _counted(tag: bytes, items: list[bytes]) -> bytes:
     return b"%b%d:%b" % (tag, len(items), b"".join(items))
 
 
-def has_hashes(request: Any) -> bool:
-    """Return whether vLLM hashes the blocks of this request to bytes, and the request has at least one hash."""
-    hashes = block_hashes(request)
-    return isinstance(hashes, list) and bool(hashes) and isinstance(hashes[0], bytes)
-
-
 def finds_adapters_by_name() -> bool:
     """Return whether vLLM's own prefix cache identifies LoRA adapters by name, as it does up to 0.27.1 at least."""
-    utils = _module("vllm.v1.core.kv_cache_utils")
+    utils = vllm_module("v1.core.kv_cache_utils")
     if utils is None:
         return False
 
@@ -106,15 +98,8 @@ def finds_adapters_by_name() -> bool:
 
 def hashes_cover_embeds() -> bool:
     """Return whether vLLM's block hashes cover prompt embeddings at all; in some releases they do not."""
-    utils = _module("vllm.v1.core.kv_cache_utils")
+    utils = vllm_module("v1.core.kv_cache_utils")
     return utils is None or optional(utils, "_gen_prompt_embeds_extra_hash_keys") is not None
-
-
-def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 class BlockExtra(Protocol):

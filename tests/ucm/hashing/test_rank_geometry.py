@@ -10,7 +10,7 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from ucm.errors import ConfigError
-from ucm.hashing.rank_geometry import is_replicated, must_save, part_tags, rank_tag, rank_tags
+from ucm.hashing.rank_geometry import is_replicated, must_save, part_tags, rank_tags
 
 
 @dataclass
@@ -46,8 +46,8 @@ def sized(tp: int = 1, pp: int = 1) -> dict[str, int]:
 
 
 def test_a_tag_says_what_it_is() -> None:
-    assert rank_tag(config(), 0) == "tp0of1-pp0of1-g0-b16"
-    assert rank_tag(config(5, sized(4, 2)), 3) == "tp1of4-pp1of2-g3-b16"
+    assert part_tags(config(), 0) == ["tp0of1-pp0of1-g0-b16"]
+    assert part_tags(config(5, sized(4, 2)), 3) == ["tp1of4-pp1of2-g3-b16"]
 
 
 def test_geometries_share_no_tag() -> None:
@@ -64,17 +64,17 @@ def test_the_workers_tags_are_those_that_the_scheduler_looks_for(sizes: dict[str
     world = 1
     for size in sizes.values():
         world *= size
-    workers = [rank_tag(config(rank, sizes), 0) for rank in range(world)]
+    workers = [tag for rank in range(world) for tag in part_tags(config(rank, sizes), 0)]
     assert workers == rank_tags(config(sizes=sizes), 0)
     assert len(set(workers)) == world
 
 
 def test_of_replicated_kv_one_copy_is_kept_and_one_rank_saves_it() -> None:
     workers = [config(rank, sized(4, 2), mla=True) for rank in range(8)]
-    savers = [rank_tag(worker, 0) for worker in workers if must_save(worker)]
+    savers = [tag for worker in workers if must_save(worker) for tag in part_tags(worker, 0)]
     assert savers == rank_tags(workers[0], 0)
     assert len(set(savers)) == len(savers) == 2
-    assert {rank_tag(worker, 0) for worker in workers} == set(savers)
+    assert {tag for worker in workers for tag in part_tags(worker, 0)} == set(savers)
 
 
 def test_every_rank_saves_what_only_it_has() -> None:
@@ -105,7 +105,7 @@ def test_a_draft_model_of_another_attention_is_known_to_both_sides(names: tuple[
     layers = {name: kinds[name] for name in names}
     drafting = config(1, sized(2), mla=True)
     drafting.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(use_mla=False))
-    workers = [rank_tag(drafting, 0, spec=spec) for spec in (UniformTypeKVCacheSpecs(kv_cache_specs=layers),)]
+    workers = part_tags(drafting, 0, spec=UniformTypeKVCacheSpecs(kv_cache_specs=layers))
     assert workers == ["tp1of2-pp0of1-g0-b16"]
     assert workers[0] in rank_tags(drafting, 0, spec=layers[names[0]])
     drafting.speculative_config.draft_model_config.use_mla = True
@@ -115,7 +115,7 @@ def test_a_draft_model_of_another_attention_is_known_to_both_sides(names: tuple[
 def test_a_group_that_the_scheduler_would_take_for_another_is_refused() -> None:
     specs = UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": FullAttentionSpec()})
     with pytest.raises(ConfigError, match="other attention beside it") as caught:
-        rank_tag(config(mla=True), 0, spec=specs)
+        part_tags(config(mla=True), 0, spec=specs)
     assert caught.value.where == "layer b"
 
 
@@ -137,4 +137,4 @@ def test_slices_of_heads_are_named_alike_in_engines_of_all_sizes() -> None:
     assert every == [every[0]] * 3
     assert part_tags(config(3, sized(2, 2)), 0, shards=4) == ["kv2of4-pp1of2-g0-b16", "kv3of4-pp1of2-g0-b16"]
     for engine in engines:  # without the setting, names stay what they were
-        assert part_tags(engine, 0) == [rank_tag(engine, 0)] == rank_tags(engine, 0)[:1]
+        assert part_tags(engine, 0) == rank_tags(engine, 0)[:1]

@@ -7,20 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ucm.hashing.fake_vllm import FakeVllm
-from tests.ucm.hashing.stand_ins import Request
-from ucm.hashing.request_hasher import finds_adapters_by_name, has_hashes
-
-TOKENS = list(range(100))
-
-
-def test_requests_that_vllm_did_not_hash() -> None:
-    request = Request("r", TOKENS)
-    assert not has_hashes(request)
-    request.block_hashes = [(1, TOKENS[:16], None)]  # as in 0.10.1
-    assert not has_hashes(request)
-    request.block_hashes = [b"h" * 32]
-    assert has_hashes(request)
-    assert not has_hashes(object())
+from ucm.hashing.request_hasher import finds_adapters_by_name
 
 
 @pytest.mark.parametrize(

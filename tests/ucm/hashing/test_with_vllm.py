@@ -35,7 +35,7 @@ from ucm import vllm_types
 from ucm.hashing import model_identity, request_content
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import namespace
-from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
+from ucm.hashing.rank_geometry import must_save, part_tags, rank_tags
 from ucm.hashing.request_hasher import RequestHasher
 
 if TYPE_CHECKING:
@@ -196,12 +196,12 @@ def test_engines_that_must_not_share(tmp_path: Path) -> None:
 
 def test_block_sizes_that_must_not_share(path: str) -> None:
     configs = [engine_config(path, block_size=size) for size in (16, 32)]
-    assert len({rank_tag(config, 0) for config in configs}) == 2
+    assert len({tag for config in configs for tag in part_tags(config, 0)}) == 2
 
 
 def _in_worker(worker: Any) -> tuple[str, str, bool]:
     config = worker.vllm_config
-    return namespace(whole_identity(config)), rank_tag(config, 0), must_save(config)
+    return namespace(whole_identity(config)), part_tags(config, 0)[0], must_save(config)
 
 
 def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

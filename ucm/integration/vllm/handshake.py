@@ -142,7 +142,7 @@ def model_runner(wrapper: Any, method: SparseMethod) -> Any:
         SparseMethodError: If there is none, or it calls no hooks although the method needs them.
     """
     runner = optional(wrapper.worker, "model_runner")
-    hooked = "_ucm_hooks" in optional(inspect.unwrap(optional(runner, "execute_model", _nothing)), "__globals__", {})
+    hooked = "_ucm_hooks" in optional(inspect.unwrap(optional(runner, "execute_model", bool)), "__globals__", {})
     if runner is None or (MODEL_RUNNER in method.needed_hooks and not hooked):
         raise SparseMethodError(
             f"{type(method).__name__} needs hooks in the model runner, and this one calls none",
@@ -239,10 +239,6 @@ def _require_built(what: str, wanted: Collection[str], manifests: Sequence[Manif
                 where=f"{', '.join(missing)}; overlay {manifest.version} of {manifest.title}",
                 fix=f"build one with them: {manifest.command('build-overlay', whole)}",
             )
-
-
-def _nothing() -> None:
-    """Do nothing, for a worker without a runner."""
 
 
 def _half(method: type[SparseMethod] | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,8 +61,7 @@ __all__ = [
 TOLD = "ucm_sparse_told"
 #: The attribute of a scheduler, a KV-cache manager and a model runner with its method.
 METHOD = "_ucm_sparse_method"
-#: Whether any scheduler, or any worker, of this process ever had a method; if not, hooks return at once.
-_schedules_sparsely = False
+#: Whether any worker of this process ever had a method; if not, hooks within a forward return at once.
 _works_sparsely = False
 #: The workers' methods by the id of their engine's layers, while their model runners exist. A method keeps
 #: its engine's configuration alive, and with it the layers, so an id is not reused while its method exists.
@@ -115,14 +114,12 @@ def scheduler_init(scheduler: Any) -> None:
     """A scheduler exists: create the method's instance for it, if one is configured."""
 
     def start(method: SparseMethod) -> None:
-        global _schedules_sparsely  # noqa: PLW0603 - see where it is defined
         from ucm.integration.vllm.handshake import require_seeding  # noqa: PLC0415 - as in `_started`
         from ucm.integration.vllm.sparse.sharing import require_connectors, seeded  # noqa: PLC0415
 
         require_connectors(method, optional(scheduler, "connector"))
         require_seeding(method)
         replace_block_hash(scheduler, lambda hash_function: seeded(scheduler.vllm_config, hash_function))
-        _schedules_sparsely = True
         setattr(scheduler, METHOD, method)
         setattr(scheduler.kv_cache_manager, METHOD, method)
         method.scheduler_started(scheduler)
@@ -168,35 +165,36 @@ def engine_core_started(engine_core: Any) -> None:
 
 def request_added(scheduler: Any, request: Any) -> None:
     """A new request has entered the queue."""
-    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
+    if (method := method_of(scheduler)) is not None:
         method.request_added(request)
 
 
 def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
     """The scheduler is about to compute tokens of a request: limit them; see `SparseMethod.limit_new_tokens`."""
-    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
+    if (method := method_of(scheduler)) is not None:
         num_new_tokens = method.limit_new_tokens(request, num_computed_tokens, num_new_tokens)
     return num_new_tokens
 
 
 def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
     """Blocks are about to be allocated for a request: return whether to; see `SparseMethod.before_allocation`."""
-    method = method_of(kv_cache_manager) if _schedules_sparsely else None
-    if method is None:
+    if (method := method_of(kv_cache_manager)) is None:
         return True
     name, computed = method.allocating or ("", 0)
     if name in ("", request.request_id):
-        if name and request.num_computed_tokens > computed:
-            _check_built(method, name)
+        # A scheduler may allocate repeatedly within a step, but a request's computed tokens only grow after one.
+        if name and request.num_computed_tokens > computed and "SCHEDULER" in method.needed_hooks:
+            raise _hook_lost(method, "scheduler_output_built", f"another step of request {name}", "scheduler")
         method.allocating = (request.request_id, request.num_computed_tokens)
     return method.before_allocation(request)
 
 
 def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
     """A step is decided: the method's metadata travels to the workers as ``ucm_sparse_meta``."""
-    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
-        if method.allocating is None:
-            _check_allocated(method, scheduler_output)
+    if (method := method_of(scheduler)) is not None:
+        runs = scheduler_output.num_scheduled_tokens
+        if runs and method.allocating is None and "KV_CACHE_MANAGER" in method.needed_hooks:  # each gets blocks first
+            raise _hook_lost(method, "before_allocation", f"a step of {len(runs)} requests", "KV-cache manager")
         method.allocating = None
         scheduler_output.ucm_sparse_meta = method.build_metadata(scheduler_output)
         setattr(scheduler_output, TOLD, True)
@@ -204,33 +202,16 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
 
 def request_preempted(scheduler: Any, request: Any) -> None:
     """A running request has lost its blocks, and with them its place in this step."""
-    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
+    if (method := method_of(scheduler)) is not None:
         method.request_preempted(request)
 
 
 def request_freed(scheduler: Any, request: Any) -> None:
     """A request has ended."""
-    if _schedules_sparsely and (method := method_of(scheduler)) is not None:
+    if (method := method_of(scheduler)) is not None:
         if method.allocating is not None and method.allocating[0] == request.request_id:
             method.allocating = ("", 0)  # the next request that asks takes its place
         method.request_freed(request)
-
-
-def _check_built(method: SparseMethod, request_id: str) -> None:
-    """Check that a step was built since a request's previous allocation, if it has computed more since then.
-
-    A scheduler may allocate repeatedly within a step, but the computed tokens of a request only grow after a step.
-    """
-    if "SCHEDULER" in method.needed_hooks:
-        runs = f"another step of request {request_id}"
-        raise _hook_lost(method, "scheduler_output_built", runs, "scheduler")
-
-
-def _check_allocated(method: SparseMethod, scheduler_output: Any) -> None:
-    """Check that a step without allocations has no requests, because each gets blocks before it runs."""
-    if scheduler_output.num_scheduled_tokens and "KV_CACHE_MANAGER" in method.needed_hooks:
-        runs = f"a step of {len(scheduler_output.num_scheduled_tokens)} requests"
-        raise _hook_lost(method, "before_allocation", runs, "KV-cache manager")
 
 
 def _hook_lost(method: SparseMethod, hook: str, runs: str, place: str = "model runner") -> SparseMethodError:
@@ -280,40 +261,40 @@ def worker_method(vllm_config: Any) -> SparseMethod | None:
 
 def update_states(runner: Any, scheduler_output: Any) -> None:
     """V1: a step has arrived."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         _step_arrived(method, scheduler_output)
         method.update_states(runner, scheduler_output)
 
 
 def worker_requests_finished(runner: Any, request_ids: Iterable[str]) -> None:
     """V1: the requests that ended since the last step; called in every step, mostly with none."""
-    if _works_sparsely and (method := method_of(runner)) is not None and request_ids:
+    if (method := method_of(runner)) is not None and request_ids:
         method.requests_finished(runner, request_ids)
 
 
 def blocks_updated(runner: Any, request_id: str, request_index: int, scheduler_output: Any) -> None:
     """V1: the new blocks of a request that was also in the previous step are in its row."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         method.blocks_updated(runner, request_id, request_index, scheduler_output)
 
 
 def execute_begin(runner: Any, scheduler_output: Any) -> None:
     """V1: the model is about to run."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         _check_arrived(method, scheduler_output)
         method.execute_begin(runner, scheduler_output, runner.input_batch)
 
 
 def execute_finished(runner: Any, scheduler_output: Any, model_output: Any) -> None:
     """V1: the model has run."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, model_output)
 
 
 def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
     """V2: a step has arrived; report its finished requests, without the preempted ones that V2 includes."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         # The only object of a runner that a hook gets without the runner; recreated with each KV cache.
         tables = optional(runner, "block_tables")
         if tables is not None:
@@ -326,13 +307,13 @@ def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
 
 def v2_requests_added(runner: Any, scheduler_output: Any) -> None:
     """V2: the step's new and resumed requests are about to be added."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         method.requests_added(runner, scheduler_output)
 
 
 def v2_requests_updated(runner: Any, scheduler_output: Any) -> None:
     """V2: the running requests' new blocks are in the block tables."""
-    if _works_sparsely and (method := method_of(runner)) is not None:
+    if (method := method_of(runner)) is not None:
         method.requests_updated(runner, scheduler_output)
 
 
@@ -340,21 +321,21 @@ def v2_append_block_ids(
     block_tables: Any, request_index: int, block_ids: tuple[list[int], ...], overwrite: bool
 ) -> tuple[tuple[list[int], ...], bool]:
     """V2: blocks are about to be written to a row."""
-    if _works_sparsely and (method := method_of(block_tables)) is not None:
+    if (method := method_of(block_tables)) is not None:
         return method.append_block_ids(block_tables, request_index, block_ids, overwrite)
     return block_ids, overwrite
 
 
 def v2_execute_begin(runner: Any, scheduler_output: Any, input_batch: Any, dummy_run: bool) -> None:
     """V2: the model is about to run, or its graph to be replayed; ignored in warm-up steps."""
-    if _works_sparsely and (method := method_of(runner)) is not None and not dummy_run:
+    if (method := method_of(runner)) is not None and not dummy_run:
         _check_arrived(method, scheduler_output)
         method.execute_begin(runner, scheduler_output, input_batch)
 
 
 def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> None:
     """V2: the model has run."""
-    if _works_sparsely and (method := method_of(runner)) is not None and not dummy_run:
+    if (method := method_of(runner)) is not None and not dummy_run:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, None)
 

@@ -24,7 +24,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucm.clock import SYSTEM
-from ucm.compat import connector_abilities, optional
+from ucm.compat import ConnectorAbilities, optional
 from ucm.logger import get_logger
 from ucm.sparse.outcomes import OUTCOMES
 
@@ -659,7 +659,7 @@ def create_publisher(vllm_config: Any) -> Callable[[StatsData], None] | None:
     """Return a function that exports this process's counts; None if vLLM does it, or it is impossible."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415 - lazily
 
-    if connector_abilities(KVConnectorBase_V1).exports_stats:
+    if ConnectorAbilities(KVConnectorBase_V1).exports_stats:
         return None
     if VARIABLE not in os.environ:
         get_logger(__name__).info(

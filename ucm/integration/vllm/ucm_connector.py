@@ -11,7 +11,6 @@ The API is vLLM's ``KVConnectorBase_V1`` from 0.9.1 on; methods that a release d
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.clock import SYSTEM
-from ucm.compat import connector_abilities, optional, outer_transfer
+from ucm.compat import ConnectorAbilities, optional, outer_transfer, vllm_module
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
@@ -47,10 +46,7 @@ if TYPE_CHECKING:
 
 def _of_vllm(module: str, name: str) -> Any:
     """Return a class of vLLM's; `object` in releases that lack it, and do not use what is derived from it either."""
-    try:
-        return optional(importlib.import_module(f"vllm.{module}"), name, object)
-    except ImportError:
-        return object
+    return optional(vllm_module(module), name, object)
 
 
 _V1 = "distributed.kv_transfer.kv_connector.v1"
@@ -69,15 +65,14 @@ logger = get_logger(__name__)
 #: For our tiers, vLLM's word for where a hit comes from; the other is for servers, and for what no tier is known of.
 SOURCES, OTHER_SOURCE = {"dram": "host", "posix": "disk"}, "external_unspecified"
 #: From 0.11.0 on vLLM collects the counts; before, each side publishes them itself, once per step.
-VLLM_TAKES_STATS = connector_abilities(KVConnectorBase_V1).takes_stats
+VLLM_TAKES_STATS = ConnectorAbilities(KVConnectorBase_V1).takes_stats
 
 
 def _takes_stats(vllm_config: VllmConfig) -> bool:
     """Whether vLLM brings what was counted to the process that logs; the MultiConnector of 0.11.0 breaks that one."""
     if not VLLM_TAKES_STATS or outer_transfer(vllm_config) is None:
         return VLLM_TAKES_STATS
-    multi = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
-    return optional(multi, "MultiKVConnectorPromMetrics") is not None
+    return optional(vllm_module(f"{_V1}.multi_connector"), "MultiKVConnectorPromMetrics") is not None
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucm.compat import divided_context, optional
+from ucm.compat import divided_context, optional, vllm_module
 from ucm.engine_process import connector, model_config
 from ucm.errors import UcmError
 from ucm.hashing.request_hasher import RequestHasher
@@ -97,13 +97,12 @@ def describe_engine(
     """
     model_config(model)
     config = _engine_config(model, extra_config, engine_args or {})
-    kind = str(config.device_config.device_type)
     one = config
     if config.parallel_config.world_size > 1:
         one = _of_one_rank(config, model, extra_config, engine_args or {})
     core = _started(one)
     try:
-        return _facts(core, kind) if one is config else _facts_of_ranks(core, config, kind)
+        return _facts(core, config)
     finally:
         core.shutdown()
         _forget_worker_connector()
@@ -233,47 +232,39 @@ def _executor_class() -> Any:
     return WeightlessExecutor
 
 
-def _facts(core: Any, device: str) -> EngineFacts:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415 - ucm imports without vLLM
-
+def _facts(core: Any, config: Any) -> EngineFacts:
+    """Return the facts of an engine, by the connectors of one of a single rank."""
     # The two sides are private to the connector, because vLLM's API has no call for this.
-    scheduler_side = core.scheduler.connector._scheduler  # noqa: SLF001
-    memories = get_kv_transfer_group()._worker._memories  # noqa: SLF001
-    namespace = _namespace_of(scheduler_side)
-    tags = scheduler_side._tags  # noqa: SLF001
-    stored = tuple(
-        StoredGroup(memory.group, names[0], memory.geometry, names)
-        for memory in memories
-        if not memory.group.place
-        for names in [tuple(f"{namespace}/{tag}" for tag in tags[memory.group.index])]
-    )
-    return EngineFacts(namespace, device, stored, RequestHasher(scheduler_side._block_keys.seed))  # noqa: SLF001
+    connector = core.scheduler.connector
+    memories = vllm_module("distributed.kv_transfer").get_kv_transfer_group()._worker._memories  # noqa: SLF001
+    if config.parallel_config.world_size > 1:
+        # First, so that the weights' files are read once: the other connector finds their digests.
+        _namespace_of(connector._scheduler)  # noqa: SLF001
+        connector = _connector_of_ranks(core, config)
+    try:
+        side = connector._scheduler  # noqa: SLF001
+        namespace = _namespace_of(side)
+        stored = []
+        for memory in memories:
+            if not memory.group.place:
+                ranks = tuple(f"{namespace}/{tag}" for tag in side._tags[memory.group.index])  # noqa: SLF001
+                stored.append(StoredGroup(memory.group, ranks[0], memory.geometry, ranks))
+        kind, hasher = str(config.device_config.device_type), RequestHasher(side._block_keys.seed)  # noqa: SLF001
+        return EngineFacts(namespace, kind, tuple(stored), hasher)
+    finally:
+        if connector is not core.scheduler.connector:
+            connector.shutdown()
 
 
-def _facts_of_ranks(core: Any, config: Any, device: str) -> EngineFacts:
-    """Return what the scheduler's side of a connector says in an engine of several ranks, which is not started."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - ucm imports without vLLM
-        KVConnectorRole,
-    )
-
-    # First, so that the weights' files are read once: the other connector finds their digests.
-    alone = _facts(core, device)
+def _connector_of_ranks(core: Any, config: Any) -> Any:
+    """Return the scheduler's connector of an engine of several ranks, which is not started."""
     tp, of_one = config.parallel_config.tensor_parallel_size, core.scheduler.kv_cache_config
     groups = [
         dataclasses.replace(group, kv_cache_spec=divided(group.kv_cache_spec, tp)) for group in of_one.kv_cache_groups
     ]
     of_ranks = dataclasses.replace(of_one, kv_cache_groups=groups)
-    connector = type(core.scheduler.connector)(config, KVConnectorRole.SCHEDULER, of_ranks)
-    try:
-        scheduler_side = connector._scheduler  # noqa: SLF001 - see above
-        namespace = _namespace_of(scheduler_side)
-        stored = []
-        for one in alone.stored:
-            ranks = [f"{namespace}/{tag}" for tag in scheduler_side._tags[one.group.index]]  # noqa: SLF001
-            stored.append(dataclasses.replace(one, namespace=ranks[0], ranks=tuple(ranks)))
-        return EngineFacts(namespace, device, tuple(stored), RequestHasher(scheduler_side._block_keys.seed))  # noqa: SLF001
-    finally:
-        connector.shutdown()
+    role = vllm_module("distributed.kv_transfer.kv_connector.v1.base").KVConnectorRole.SCHEDULER
+    return type(core.scheduler.connector)(config, role, of_ranks)
 
 
 def _namespace_of(scheduler_side: Any) -> str:
@@ -294,8 +285,6 @@ def _namespace_of(scheduler_side: Any) -> str:
 
 def _forget_worker_connector() -> None:
     """Reset the worker's connector, if the worker has not, so that the next engine in this process creates its own."""
-    from vllm.distributed import kv_transfer  # noqa: PLC0415 - ucm imports without vLLM
-
-    shut_down = optional(kv_transfer, "ensure_kv_transfer_shutdown")
+    shut_down = optional(vllm_module("distributed.kv_transfer"), "ensure_kv_transfer_shutdown")
     if shut_down is not None:
         shut_down()

@@ -14,7 +14,7 @@ import pytest
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
 from ucm import compat
-from ucm.compat import connector_abilities
+from ucm.compat import ConnectorAbilities
 
 ROOM = Path(__file__).parents[4] / "ucm/integration/vllm"
 #: Modules that call a connector, at their paths in all releases.
@@ -59,7 +59,7 @@ def test_vllm_knows_each_of_our_methods() -> None:
 def test_which_releases_ask_again(release: str) -> None:
     base = type("Base", (), dict.fromkeys(api(release)))
     schedule = ast.unparse(vllm.methods(release, vllm.SCHEDULER, "Scheduler")["schedule"])
-    assert connector_abilities(base).asks_again == (
+    assert ConnectorAbilities(base).asks_again == (
         "external_computed_tokens is None" in schedule or "ext_tokens is None" in schedule
     )
 
@@ -157,7 +157,7 @@ def _read_of(variable: str) -> frozenset[str]:
                 rf"(\w+\.)?{variable}", ast.unparse(node.value).replace("moves.", "")
             ):
                 found.add(node.attr)
-    # Hashes are only read of a request that has them, see `has_hashes`.
+    # Hashes are only read of a request that has them, see `compat.block_hashes`.
     return frozenset(found - {"saves", "loads", "block_hashes"})
 
 
@@ -183,6 +183,7 @@ def test_grown_requests_are_read_in_the_releases_shape(release: str) -> None:
     cached: Any
     if several:
         known = {"req_ids": ids, "new_block_ids": new, "resumed_from_preemption": flags, "resumed_req_ids": {"resumes"}}
+        known["num_computed_tokens"] = [8, 8, 0]
         cached = make_dataclass("CachedRequestData", fields)(**{name: known.get(name) for name in fields})
     else:
         rows = [

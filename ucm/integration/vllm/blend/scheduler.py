@@ -419,17 +419,14 @@ def _rows(lookup: Lookup) -> list[Row]:
 
 def _has_no_chunks(request: Any) -> str:
     """Return why a request's chunks cannot be used: its KV depends on more than its tokens; empty if they can."""
-    if adapter_of(request) is not None:
-        return "lora"
-    if prompt_embeds(request)[0] is not None:
-        return "prompt_embeds"
-    if has_media(request):
-        return "multimodal"
-    if is_pooled(request):
-        return "pooling"
-    if is_streaming(request):
-        return "streaming"
-    return ""
+    reasons = {
+        "lora": adapter_of(request) is not None,
+        "prompt_embeds": prompt_embeds(request)[0] is not None,
+        "multimodal": has_media(request),
+        "pooling": is_pooled(request),
+        "streaming": is_streaming(request),
+    }
+    return next((reason for reason, there in reasons.items() if there), "")
 
 
 def _cannot_load(request: Any) -> str:

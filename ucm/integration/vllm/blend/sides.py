@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.clock import SYSTEM
 from ucm.compat import hashes_are_bytes, leave_out, optional, runs_micro_batches
 from ucm.config.settings import BlendSettings
-from ucm.integration.vllm.blend.caches import LayerCaches
+from ucm.integration.vllm.blend.caches import OTHER, LayerCaches
 from ucm.integration.vllm.blend.scheduler import AT_ONCE, OF_PIECES, PIECES, BlendScheduler
 from ucm.integration.vllm.blend.worker import BlendWorker, ChunkSaves
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 #: The values of ``cache_dtype`` with which KV is stored as the model computes it.
 PLAIN = ("auto", "float16", "half", "bfloat16", "float32", "float")
-OTHER = "use UCMConnector, which loads exact prefixes, for this model"
 #: The attributes of a model's configuration for layers that do not rotate their keys.
 UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "nope_layers")
 
@@ -284,7 +283,8 @@ class BlendWorkerSide(WorkerSide):
             where = f"{namespace}/{CHUNKS}/{self._tag(self._groups.groups[0])}"
             store = opening_store(config, where, self._caches.geometry, clock=self._clock)
             saves = ChunkSaves(self._caches, self._blending, store, config.save_queue_bytes, clock=self._clock)
-            worker.add((OF_PIECES, 0), saves, self._rank)
+            saves.place = self._rank
+            worker.groups[OF_PIECES, 0] = saves
         return worker
 
     def _find_layers(self, kv_caches: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ucm.clock import SYSTEM
@@ -22,8 +21,8 @@ from ucm.compat import (
     optional,
     prompt_embeds,
     publishes_kv_events,
+    vllm_module,
 )
-from ucm.hashing.request_hasher import has_hashes
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -203,9 +202,10 @@ class StoreEvents:
             return
         size, blocks, adapter = group.chunk_tokens, 1, adapter_of(request)
         names: list[Any] = [parent, *keys]
-        if has_hashes(request) and group.block_size == self._hash_size:
+        hashes = block_hashes(request)
+        if hashes and isinstance(hashes[0], bytes) and group.block_size == self._hash_size:
             size, blocks = group.block_size, group.chunk_blocks
-            hashes = block_hashes(request)[max(first * blocks - 1, 0) : (first + len(keys)) * blocks]
+            hashes = hashes[max(first * blocks - 1, 0) : (first + len(keys)) * blocks]
             names = hashes if self._convert is None else [self._convert(one) for one in hashes]
             names = names if first else [None, *names]
         facts = {
@@ -266,9 +266,9 @@ def store_events(
         return StoreEvents(
             vllm_config,
             ranks,
-            import_module("vllm.distributed.kv_events"),
-            optional(import_module("vllm.v1.core.kv_cache_utils"), "maybe_convert_block_hash"),
-            optional(import_module("vllm.v1.kv_cache_interface"), "get_kv_cache_spec_kind"),
+            vllm_module("distributed.kv_events"),
+            optional(vllm_module("v1.core.kv_cache_utils"), "maybe_convert_block_hash"),
+            optional(vllm_module("v1.kv_cache_interface"), "get_kv_cache_spec_kind"),
             clock=clock,
         )
     reason = "vLLM publishes none: set kv_events_config" if takes_events and hears_workers else "this vLLM cannot"

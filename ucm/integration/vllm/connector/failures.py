@@ -127,7 +127,7 @@ def refuse_what_cannot_work(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
 
 
 def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse recurrent layers whose states vLLM does not keep, or keeps where no connector can find them.
+    """Refuse recurrent layers whose states vLLM does not keep, or keeps where no connector can find them in time.
 
     Raises:
         UnsupportedModelError: Names the setting.
@@ -147,19 +147,10 @@ def refuse_lost_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             where=f"cache_config.mamba_cache_mode = {min(modes - {'align'})}",
             fix="enable vLLM's prefix caching, and leave mamba_cache_mode as vLLM then chooses it",
         )
-    if optional(vllm_config, "speculative_config") is not None:
-        refuse_drafts_beside_states(vllm_config)
-
-
-def refuse_drafts_beside_states(vllm_config: VllmConfig) -> None:
-    """Refuse speculative decoding under which states of recurrent layers may be saved too early, or that was never run.
-
-    vLLM moves a state to the end of its block when it knows which drafted tokens were accepted. In a pipeline, only the
-    last stage learns that before connectors save.
-
-    Raises:
-        UnsupportedModelError: Names the setting.
-    """
+    if optional(vllm_config, "speculative_config") is None:
+        return
+    # vLLM moves a state to the end of its block when it knows which drafted tokens were accepted. In a pipeline, only
+    # the last stage learns that before connectors save.
     fix = "run this model without speculative decoding, or without a UCM connector"
     if int(vllm_config.parallel_config.pipeline_parallel_size) > 1:
         raise UnsupportedModelError(

@@ -10,6 +10,7 @@ from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
+from ucm.background import call_later
 from ucm.clock import SYSTEM
 from ucm.compat import optional
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
@@ -25,7 +26,8 @@ from ucm.store.format import checksum
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ucm.clock import Clock, Thread
+    from ucm.background import Later
+    from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.file_contents import Digests
     from ucm.hashing.model_identity import ModelIdentity
@@ -71,24 +73,17 @@ class WeightReader:
     Args:
         identity: The engine's identity, with the files still to be read.
         settle: Prepares the namespace of a complete identity, and returns its name.
-        since: When the engine may have begun to read the files, in seconds since the epoch.
         clock: Time and threads.
     """
 
     def __init__(
-        self,
-        identity: ModelIdentity,
-        settle: Callable[[ModelIdentity], str],
-        since: float | None = None,
-        *,
-        clock: Clock = SYSTEM,
+        self, identity: ModelIdentity, settle: Callable[[ModelIdentity], str], *, clock: Clock = SYSTEM
     ) -> None:
         self._identity = identity
         self._settle = settle
-        self._contents = FileContents(process_started() if since is None else since, DigestCache(), clock=clock)
+        self._contents = FileContents(process_started(), DigestCache(), clock=clock)
         self.namespace = ""  #: of the engine's blocks; empty until it is known
-        self._thread: Thread | None = None
-        self._failure: Exception | None = None
+        self._reading: Later[None] | None = None
         self._is_alone = False  # whether no caller waits for the thread any more
         try:
             found = self._contents.look_up(identity.unread.values())
@@ -103,23 +98,22 @@ class WeightReader:
                 "saved until then",
                 nbytes / 1e9,
             )
-        self._thread = clock.thread(lambda: self._read(found), "ucm-identity")
-        self._thread.start()
+        self._reading = call_later(lambda: self._read(found), "ucm-identity", clock=clock)
         if not self._is_alone:
-            self._wait(self._thread)
+            self._wait(self._reading)
 
     def close(self) -> None:
         """Stop reading; a thread that is stuck in a medium is abandoned."""
         self._contents.close()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+        if self._reading is not None:
+            self._reading.wait(CLOSE_SECONDS)
 
-    def _wait(self, thread: Thread) -> None:
-        thread.join(START_SECONDS)
+    def _wait(self, reading: Later[None]) -> None:
+        done = reading.wait(START_SECONDS)
         self._is_alone = True
-        if self._failure is not None:
-            raise self._failure
-        if thread.is_alive():
+        if done:
+            reading.result()
+        else:
             get_logger(__name__).warning(
                 "[UCM.Hasher] the store's directories or the files of the weights have not answered for %.0f s: "
                 "nothing is loaded or saved until they do",
@@ -132,10 +126,10 @@ class WeightReader:
             where = self._settle(self._identity.with_contents(found.of))
         except (OSError, FileChangedError) as error:
             self._refuse(error)
-        except Exception as error:  # noqa: BLE001 - raised to the waiting caller, or logged
-            self._failure = error
-            if self._is_alone:
+        except Exception:
+            if self._is_alone:  # else it is raised to the waiting caller
                 get_logger(__name__).exception("[UCM.Hasher] this engine runs without the store")
+            raise
         else:
             if found.of:
                 get_logger(__name__).info(

@@ -15,12 +15,7 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
-from ucm.compat import (
-    kv_cache_layout,
-    layer_specs,
-    optional,
-    page_bytes,
-)
+from ucm.compat import layer_specs, optional, page_bytes
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
 from ucm.store.base import BlockGeometry
@@ -262,7 +257,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: KVCacheConfig | None, chunk_
             fix="run this model without a UCM connector",
         )
     others = tuple(group for group in found if group.index in rings)
-    return in_chunks(CacheGroups(stored, kv_cache_layout(kv_cache_config) or "", others), chunk_tokens)
+    layout = optional(kv_cache_config, "kv_cache_layout") or ""
+    return in_chunks(CacheGroups(stored, layout, others), chunk_tokens)
 
 
 def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:

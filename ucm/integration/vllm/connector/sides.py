@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ucm.background import call_within
 from ucm.clock import SYSTEM
 from ucm.compat import (
+    ConnectorAbilities,
     LoadPolicy,
     batches_in_flight,
-    connector_abilities,
     drafts_look_ahead,
     freed_encodings,
-    kv_cache_layout,
     load_policy,
     optional,
     outer_transfer,
@@ -61,6 +60,7 @@ from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.connector.transfer import STAGING_BYTES, GroupTransfer, HostTransfer, StagedTransfer
 from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
+from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.store.factory import key_fingerprint, open_store, opening_store
 from ucm.store.memory.slab import Slab, SlabReader, default_bytes
@@ -178,7 +178,7 @@ class SchedulerSide(PrefixCacheScheduler):
         self.block_pool: Any = None
         self._table: Any = None
         self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
-        can = connector_abilities(connector_base)
+        can = ConnectorAbilities(connector_base)
         self.hears_workers = can.hears_workers
         self.policy = when_loads_run(connector_base, groups, settings)
         self._ranks = ranks(vllm_config)
@@ -409,13 +409,14 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._connector_base, self._can = connector_base, connector_abilities(connector_base)
+        self._connector_base, self._can = connector_base, ConnectorAbilities(connector_base)
         self.counters = create_counters(vllm_config, settings, clock=clock)
-        self.counters.watch_method(self._method_figures)
+        if sparse_method_config(vllm_config) is not None:
+            self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
         self._on_host = False
         #: Moves nothing until a plan has the namespace: graph capture and memory profiling happen before any step.
-        self.worker = TransferWorker({}, self.counters, places={}, saves=set(), clock=clock)
+        self.worker = TransferWorker({}, self.counters, clock=clock)
         self._has_begun = False
         self._slab = SlabReader(clock=clock)
         self._offered: SlabAddress | None = None
@@ -442,7 +443,7 @@ class WorkerSide:
         """
         # Without the configuration, a worker learns the number of blocks too late.
         num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
-        about = {"layout": str(kv_cache_layout(self._kv_cache_config))}
+        about = {"layout": str(optional(self._kv_cache_config, "kv_cache_layout"))}
         self._on_host = all(
             tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
         )
@@ -587,13 +588,12 @@ class WorkerSide:
 
     def _create_worker(self, namespace: str) -> TransferWorker:
         config, groups = self._vllm_config, self._groups
+        transfers = {(one.group.index, one.group.place): self._transfer(one, namespace) for one in self._memories}
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         batch_by_batch = runs_micro_batches(config) or groups.has_states
         worker = TransferWorker(
-            {(memory.group.index, memory.group.place): self._transfer(memory, namespace) for memory in self._memories},
+            transfers,
             self.counters,
-            places={(memory.group.index, memory.group.place): self._place(memory.group) for memory in self._memories},
-            saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             policy=when_loads_run(self._connector_base, groups, self._settings),
             layer_wise=self._settings.connector == "layerwise" and not batch_by_batch,
             clock=self._clock,
@@ -624,11 +624,15 @@ class WorkerSide:
         config = replace(config, save_queue_bytes=room)
         store = opening_store(config, f"{namespace}/{self._tag(memory.group)}", memory.geometry, clock=self._clock)
         self.counters.watch(store.stats)
+        found: GroupTransfer
         if isinstance(memory, HostMemory):
-            return HostTransfer(memory, store, self._slab, room, clock=self._clock)
-        return StagedTransfer(
-            memory, store, self._slab, STAGING_BYTES // slices, save_queue_bytes=room, clock=self._clock
-        )
+            found = HostTransfer(memory, store, self._slab, room, clock=self._clock)
+        else:
+            staging = STAGING_BYTES // slices
+            found = StagedTransfer(memory, store, self._slab, staging, save_queue_bytes=room, clock=self._clock)
+        found.place = self._place(memory.group)
+        found.saves = must_save(self._vllm_config, spec=memory.group.spec)
+        return found
 
     def _method_figures(self) -> Mapping[str, float]:
         """Return the figures of a sparse method in this worker."""

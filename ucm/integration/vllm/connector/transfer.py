@@ -248,6 +248,10 @@ class GroupTransfer(ABC):
 
     #: The tokens of a chunk.
     chunk_tokens = 0
+    #: The index of this rank's part of the blocks among all ranks' different ones.
+    place = 0
+    #: Whether this rank saves it; of ranks with the same KV only one does.
+    saves = True
 
     def __init__(
         self, geometry: BlockGeometry, layer_names: Sequence[str], store: KVStore, room: int, *, clock: Clock = SYSTEM

@@ -58,8 +58,6 @@ class TransferWorker:
     Args:
         groups: The transfer of each group and each part of it that this rank stores.
         counters: Counts transfers.
-        places: For each of these, its index among all ranks' different parts of the group's blocks.
-        saves: The groups whose blocks this rank saves; of ranks with the same KV only one saves it.
         policy: When loads run. Loads of staged blocks always end with the step, because their place in the slab is
             reused afterwards.
         layer_wise: Whether blocks are loaded layer by layer; loads then run within steps.
@@ -79,8 +77,6 @@ class TransferWorker:
         groups: dict[Part, GroupTransfer],
         counters: ConnectorCounters,
         *,
-        places: dict[Part, int],
-        saves: set[int],
         policy: LoadPolicy = WITHIN_STEPS,
         layer_wise: bool = False,
         clock: Clock = SYSTEM,
@@ -88,8 +84,6 @@ class TransferWorker:
         self._clock = clock
         self.groups = groups
         self.counters = counters
-        self._places = places
-        self._saves = saves
         self._counted: set[tuple[str, Part, BlockKey]] = set()
         self._policy = policy
         self._layer_wise = layer_wise
@@ -127,11 +121,6 @@ class TransferWorker:
             else:
                 self._confirm(save)
         self._save(plan.late_saves)
-
-    def add(self, part: Part, transfer: GroupTransfer, place: int) -> None:
-        """Save something else as well; see the arguments of the class."""
-        self.groups[part], self._places[part] = transfer, place
-        self._saves.add(part[0])
 
     def refuse(self, plan: StepPlan, adapters: Container[int] | None = None) -> None:
         """Move nothing of a step, because the weights were changed in place and its keys belong to the old ones.
@@ -216,8 +205,8 @@ class TransferWorker:
         ]
 
     def _start_load(self, moves: BlockMoves, layers: range) -> Task:
-        share = moves.shares[self._places[moves.of]] if moves.places else 0
-        return self.groups[moves.of].load(moves, layers, share)
+        transfer = self.groups[moves.of]
+        return transfer.load(moves, layers, moves.shares[transfer.place] if moves.places else 0)
 
     def finish_load(self, load: Load, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
@@ -267,10 +256,11 @@ class TransferWorker:
 
     def _save(self, saves: list[BlockMoves]) -> None:
         """Begin those saves that this rank performs."""
-        for moves in self._of_parts(moves for moves in saves if moves.group in self._saves):
-            save = self.groups[moves.of].save(moves)
-            self._under_way.append(save)
-            self._confirm(save)
+        for moves in self._of_parts(saves):
+            if self.groups[moves.of].saves:
+                save = self.groups[moves.of].save(moves)
+                self._under_way.append(save)
+                self._confirm(save)
         if self.settles:
             for save in self._under_way:
                 save.copied.wait()
@@ -365,7 +355,7 @@ class TransferWorker:
             result = save.wait()
             if self.reports_stored:
                 for key, tier in result.done.items():
-                    self._stored.setdefault((of[0], key), {})[self._places[of]] = tier
+                    self._stored.setdefault((of[0], key), {})[self.groups[of].place] = tier
                 while len(self._stored) > MOST_STORED:
                     self._stored.popitem(last=False)
             if result.done:

@@ -138,9 +138,8 @@ def saving(store: Any, counted: Counted, clock: SimulatedClock, room: int = 1 <<
     """Return a worker that saves chunks alone."""
     caches = Caches()
     blending: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
-    worker = TransferWorker({}, counted, places={}, saves=set(), clock=clock)  # type: ignore[arg-type]
-    worker.add((OF_PIECES, 0), ChunkSaves(caches, blending, store, room, clock=clock), 0)  # type: ignore[arg-type]
-    return worker
+    saves = ChunkSaves(caches, blending, store, room, clock=clock)  # type: ignore[arg-type]
+    return TransferWorker({(OF_PIECES, 0): saves}, counted, clock=clock)  # type: ignore[arg-type]
 
 
 def run(worker: TransferWorker, plan: StepPlan) -> None:

@@ -126,6 +126,9 @@ def test_vllms_hashes_name_the_blocks_where_there_are_any() -> None:
     assert names[2:] == found.take()[-1].block_hashes[-2:]
     found.loading(about, CacheGroup(0, 2 * SIZE, None, {}, ()), 0, [named("4")], None, ["s3"])
     assert found.take()[0].block_hashes == [named("4")], "vLLM's hashes are of other blocks"
+    about.block_hashes = [(1, TOKENS[:SIZE], None)]  # as in 0.10.1
+    found.loading(about, GROUP, 0, [named("5")], None, ["s3"])
+    assert found.take()[0].block_hashes == [named("5")]
 
 
 @pytest.mark.parametrize("of", [{"cache_salt": "x"}, {"mm_features": [1]}, {"prompt_embeds": np.ones((4, 2))}])

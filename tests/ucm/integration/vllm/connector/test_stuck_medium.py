@@ -83,7 +83,7 @@ class Setup:
         self.reopen = partial(open_store, config, "model/rank0", geometry, clock=clock)
         slab = SlabReader(clock=clock)
         transfer = make(store=self.reopen(), slab=slab, save_queue_bytes=ROOM * nbytes, clock=clock)
-        self.worker = TransferWorker({(0, 0): transfer}, self.counts, places={(0, 0): 0}, saves={0}, clock=clock)
+        self.worker = TransferWorker({(0, 0): transfer}, self.counts, clock=clock)
         self._step = 0
 
     def content(self, block: int) -> bytes:

@@ -80,7 +80,8 @@ class Scripted(GroupTransfer):
     chunk_bytes = 10
     chunk_tokens = 4
 
-    def __init__(self) -> None:
+    def __init__(self, place: int, *, saves: bool = True) -> None:
+        self.place, self.saves = place, saves
         self.log: list[str] = []
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
@@ -166,13 +167,11 @@ class Setup:
         fails_whole: bool = False,
         clock: Clock = SYSTEM,
     ) -> None:
-        self.transfer = Scripted()
+        self.transfer = Scripted(1, saves=saves)
         self.counts = Counts()
         self.worker = TransferWorker(
             {(0, 0): self.transfer},
             self.counts,
-            places={(0, 0): 1},
-            saves={0} if saves else set(),
             policy=LoadPolicy(between_steps, background, fails_whole=fails_whole),
             layer_wise=layer_wise,
             clock=clock,
@@ -273,12 +272,10 @@ class Slices(Setup):
 
     def __init__(self, *, between_steps: bool = False) -> None:
         super().__init__()
-        self.transfers = [Scripted(), Scripted()]
+        self.transfers = [Scripted(2), Scripted(3)]
         self.worker = TransferWorker(
             {(0, place): transfer for place, transfer in enumerate(self.transfers)},
             self.counts,
-            places={(0, 0): 2, (0, 1): 3},
-            saves={0},
             policy=LoadPolicy(between_steps, background=True),
         )
         self.worker.reports_stored = True

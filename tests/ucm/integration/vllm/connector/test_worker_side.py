@@ -219,7 +219,9 @@ def test_weights_without_memory_of_their_own_are_not_watched(made: Side, monkeyp
 def test_the_first_rank_tells_what_a_sparse_method_has_counted(
     rank: int, counted: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
+    engine = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=rank), additional_config={"ucm_sparse_config": {"Probe": {}}}
+    )
     method: Any = create_autospec(SparseMethod, instance=True)
     method.figures.return_value = {"rows": 5}
     methods = create_autospec(hooks.worker_method, return_value=method)

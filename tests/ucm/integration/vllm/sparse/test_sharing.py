@@ -171,9 +171,8 @@ def test_builtin_hashes_are_seeded_too() -> None:
     assert found(BLOCK) == found(BLOCK) != hash(BLOCK)
 
 
-def test_in_older_releases_the_managers_get_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_older_releases_the_managers_get_the_function() -> None:
     """Up to 0.10.0 the scheduler's managers hash blocks: the same function for lookups and for new blocks."""
-    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
     for shape in ("single_type_manager", "coordinator"):
         single = SimpleNamespace(caching_hash_fn=sha256)
         inner = single if shape == "single_type_manager" else SimpleNamespace(single_type_managers=(single,))
@@ -279,8 +278,7 @@ def test_vouching_goes_beside_a_method_in_a_connectors_settings() -> None:
     assert sharing.trusted_connectors(config) == {"TheirConnector"}
 
 
-def test_a_scheduler_with_such_a_connector_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
+def test_a_scheduler_with_such_a_connector_does_not_start() -> None:
     scheduler = SimpleNamespace(
         vllm_config=engine({"ucm.sparse.base:SparseMethod": {}}, connector=True),
         kv_cache_manager=SimpleNamespace(),
@@ -309,7 +307,6 @@ def test_a_method_needs_the_scheduler_where_its_kv_is_shared(
     config = engine(method, connector=shared)
     assert sharing.needed_groups(type(method_of(config)), config) == needed
     monkeypatch.setenv("UCM_DISABLE_SCHEDULER_PATCH", "1")
-    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
     if "ucm.sparse.base:SparseMethod" in method:
         scheduler = SimpleNamespace(vllm_config=config, kv_cache_manager=SimpleNamespace(), connector=None)
         with pytest.raises(SparseMethodError, match="UCM_DISABLE_SCHEDULER_PATCH") if shared else nullcontext():

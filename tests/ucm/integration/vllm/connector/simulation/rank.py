@@ -51,11 +51,11 @@ class Rank:
         self.slab = SlabReader(clock=clock)
         parts = [part for group in groups.groups for part in group.parts]
         transfers = {(part.index, part.place): self._transfer(part, setting) for part in parts}
+        for part in parts:
+            transfers[part.index, part.place].place = self._place(part)
         self.worker = TransferWorker(
             transfers,
             ConnectorCounters(),
-            places={(part.index, part.place): self._place(part) for part in parts},
-            saves={group.index for group in groups.groups},
             policy=LoadPolicy(setting.between_steps, setting.background),
             layer_wise=setting.layerwise,
             clock=clock,
