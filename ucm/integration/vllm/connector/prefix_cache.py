@@ -630,7 +630,7 @@ class PrefixCacheScheduler:
         return state.lookup
 
     def _has_ended(self, lookup: Lookup) -> bool:
-        """Return whether a lookup has ended; wait a little if nothing runs, and end it here if vLLM cannot ask again."""
+        """Return whether a lookup has ended; wait a little if nothing runs. End it here if vLLM cannot ask again."""
         if self.stager.poll(lookup):
             return True
         if self._options.asks_again:
