@@ -30,7 +30,7 @@ from ucm.sparse.base import SparseMethod, not_asked
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
-from ucm.sparse.window_kernel import SLOWLY, Queries, by_tile, window_kernel
+from ucm.sparse.window_kernel import SLOWLY, by_tile, parts_of, window_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,9 +116,9 @@ class BeyondWindow:
         starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
         return self.positions + starts[self.pieces.rows].repeat(self._lengths)
 
-    def queries(self, block_size: int) -> Queries:
+    def parts(self, block_size: int) -> Tensor:
         """Return the tokens in the form that a CPU kernel takes."""
-        return Queries.of(self.pieces.rows.repeat(self._lengths), self.positions, block_size)
+        return parts_of(self.pieces.rows.repeat(self._lengths), self.positions, block_size)
 
     def on(self, device: Any) -> tuple[Tensor, Tensor]:
         """Return `places` and `positions` on the attention's device."""
@@ -236,7 +236,7 @@ class ReRoPE(SparseMethod):
         self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
-        self._turned: dict[Rotary, tuple[Queries, tuple[Tensor, Tensor]]] = {}
+        self._turned: dict[Rotary, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
         #: By layer; None where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
@@ -423,14 +423,14 @@ class ReRoPE(SparseMethod):
         rotary, (_, positions) = self.attention.rotary(layer_name), step.on(query.device)
         if rotary not in self._turned:
             turning = rotary.factors(positions, self._far_from(positions))
-            self._turned[rotary] = step.queries(layout.block_size), turning
+            self._turned[rotary] = step.parts(layout.block_size), turning
         if rotary not in self._tiles:
             self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, layout.block_size))
-        queries, turning = self._turned[rotary]
+        parts, turning = self._turned[rotary]
         grown = self._grown(positions)
         near = query if grown is None else query * grown[:, None, None]
         far, of_keys = turned(near, turning, neox=rotary.neox), self._tiles[rotary]
-        return kernel(near, far, kv_cache, table, queries, of_keys, layout.scale, self._options.window)
+        return kernel(near, far, kv_cache, table, parts, of_keys, layout.scale, self._options.window)
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""
