@@ -432,18 +432,14 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
         """Release blocks; if the request has lost blocks, make it the first one that vLLM preempts."""
         if self._blocks.release(request):
             return True
-        self.tell_lost(request)
-        self._blocks.give_way(request)
-        return False
-
-    def tell_lost(self, request: Any) -> None:
-        """Log that a request is computed again."""
         get_logger(__name__).warning(
-            "[UCM.Sparse] a failed load set request %s back to token %d, where its blocks are released: it is "
-            "computed again",
+            "[UCM.Sparse] request %s is computed again: blocks of it were lost, or a failed load set it back to where "
+            "they are released (token %d)",
             request.request_id,
             request.num_computed_tokens,
         )
+        self._blocks.give_way(request)
+        return False
 
     def request_preempted(self, request: Any) -> None:
         """Forget the request, which starts again without blocks."""

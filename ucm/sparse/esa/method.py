@@ -121,7 +121,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
 
     Attributes:
-        at_once: Whether blocks are freed even before an offloaded context is longer than the budget.
         counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
             all layers, ``fetched`` into resident blocks, ``copied_out``, and ``requests_<outcome>``; see
             `ucm.sparse.outcomes`.
@@ -134,15 +133,12 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     attention: CopyingView
     options_type = ESAOptions
-    at_once = False
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any], *, clock: Clock = SYSTEM) -> None:
         super().__init__(vllm_config, role, options)
         self._clock = clock
         self._options = parse_options(ESAOptions, NAME, options)
         self._window = self._options.window(self.tile)
-        #: Requests that are recomputed in this step.
-        self._anew: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts)
         self.select_seconds = 0.0
@@ -174,7 +170,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        self.releases = OffloadedReleases(scheduler, self._window, self._budget, at_once=self.at_once)
+        self.releases = OffloadedReleases(scheduler, self._window, self._budget)
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Make a request that was preempted while generating recompute its answer token by token.
@@ -191,17 +187,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
         return super().before_allocation(request)
 
-    def tell_lost(self, request: Any) -> None:
-        """Log once per step; vLLM asks again as it preempts others."""
-        if request.request_id not in self._anew:
-            self._anew.add(request.request_id)
-            get_logger(__name__).warning(
-                "[UCM.Sparse] request %s is computed again: blocks of it were lost, or a failed load set it back "
-                "to where they are released (token %d)",
-                request.request_id,
-                request.num_computed_tokens,
-            )
-
     def asks_workers(self) -> str:
         """Ask the workers whether they can report losses."""
         return self._blocks.losses
@@ -209,7 +194,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def build_metadata(self, scheduler_output: Any) -> OffloadedNews | None:
         """Return the blocks that the workers must copy out, and the admissions that they may drop."""
         del scheduler_output
-        self._anew.clear()
         return self._blocks.news()
 
     # Worker side

@@ -100,15 +100,15 @@ class OffloadedReleases(ReleasedBlocks):
         scheduler: vLLM's ``Scheduler``.
         window: The sinks and the window.
         resident_blocks: The number of resident blocks per request.
-        at_once: Also free shorter contexts, with as many resident blocks.
 
     Raises:
         SparseMethodError: If this engine's blocks cannot be freed.
     """
 
-    def __init__(self, scheduler: Any, window: SinksAndWindow, resident_blocks: int, *, at_once: bool = False) -> None:
+    def __init__(self, scheduler: Any, window: SinksAndWindow, resident_blocks: int) -> None:
         self._limit = resident_blocks
-        self._at_once = at_once
+        #: The longest offloaded context that is read in place.
+        self._in_place = resident_blocks
         self._offloaded: dict[str, _Offloaded] = {}
         self._admissions = count()
         self._engine = owner_name()
@@ -128,8 +128,7 @@ class OffloadedReleases(ReleasedBlocks):
 
     def reads_all(self, position: int, num_prompt_tokens: int) -> bool:
         """Return whether a token and all before it read everything in place: nothing before them is freed yet."""
-        most = 0 if self._at_once else self._limit
-        return self._window.skipped(position, num_prompt_tokens, self.block_size) <= most
+        return self._window.skipped(position, num_prompt_tokens, self.block_size) <= self._in_place
 
     def news(self) -> OffloadedNews | None:
         """Return the changes since the last step, once the step is decided."""
@@ -161,7 +160,7 @@ class OffloadedReleases(ReleasedBlocks):
             end = min(end, self._manager.num_cached_block.get(request_id, 0) - 1)
         end = min(end, begin + self._at_most)
         offloaded = self._offloaded.get(request_id)
-        if end <= begin or (offloaded is None and not self._at_once and end - self._sinks <= self._limit):
+        if end <= begin or (offloaded is None and end - self._sinks <= self._in_place):
             return
         blocks = self._manager.req_to_blocks[request_id][begin:end]
         more = min(self._limit, end - self._sinks) - (len(offloaded.resident) if offloaded else 0)
