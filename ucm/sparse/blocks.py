@@ -271,8 +271,8 @@ class ReleasedBlocks:
     def __init__(self, scheduler: Any, window: SinksAndWindow) -> None:
         self._manager = _manager(scheduler)
         self._scheduler = scheduler
-        #: The requests to preempt in this step, with their own priorities.
-        self._giving_way: list[tuple[Any, Any]] = []
+        #: The requests to preempt in this step, with their own priorities, by id.
+        self._giving_way: dict[str, tuple[Any, Any]] = {}
         self._pool = self._manager.block_pool
         self._window = window
         self.block_size = int(self._manager.block_size)
@@ -295,7 +295,9 @@ class ReleasedBlocks:
         self._restore_priorities()
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has lost its blocks, or is about to."""
+        """Forget a request that has lost its blocks, or is about to; one that gave way has its priority again."""
+        if request_id in self._giving_way:
+            self._restore_priorities()
         self._ends.pop(request_id, None)
         self._asked.pop(request_id, None)
 
@@ -333,20 +335,14 @@ class ReleasedBlocks:
         if request.status.name != "RUNNING" or request not in running:
             return
         if schedules_by_priority(self._scheduler):
-            if not any(request is one for one, _ in self._giving_way):  # otherwise its current priority is not its own
-                self._giving_way.append((request, request.priority))
-                request.priority = sys.maxsize
+            self._giving_way.setdefault(request.request_id, (request, request.priority))
+            request.priority = sys.maxsize
         else:
             running.remove(request)
             running.append(request)
 
-    def gave_way(self, request: Any) -> None:
-        """Restore the priority of a request that was preempted."""
-        if any(request is one for one, _ in self._giving_way):
-            self._restore_priorities()
-
     def _restore_priorities(self) -> None:
-        for request, priority in self._giving_way:
+        for request, priority in self._giving_way.values():
             request.priority = priority
         self._giving_way.clear()
 
@@ -443,7 +439,6 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
 
     def request_preempted(self, request: Any) -> None:
         """Forget the request, which starts again without blocks."""
-        self._blocks.gave_way(request)
         self._blocks.forget(request.request_id)
 
     def request_freed(self, request: Any) -> None:

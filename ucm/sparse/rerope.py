@@ -204,11 +204,6 @@ class LeakyReRoPEOptions(ReRoPEOptions):
 class ReRoPE(SparseMethod):
     """Merges attention over a window and over the keys before it; see the module.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        role: The side that this instance serves.
-        options: The method's own settings, as the operator wrote them.
-
     Attributes:
         counts: ``steps`` with tokens beyond the window, these ``tokens``, those of them that were ``compiled``, the
             ``rows`` that they were of, and ``keys_turned`` in a layer.

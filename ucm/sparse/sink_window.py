@@ -64,11 +64,6 @@ class SinkWindowOptions(MethodOptions):
 class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     """Sinks and a window; see the module and `SinkWindowOptions`.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        role: The side that this instance serves.
-        options: The method's own settings, as the operator wrote them.
-
     Attributes:
         counts: ``steps`` in which blocks were left out, ``rows`` of these, ``blocks_skipped`` and ``blocks_held`` of
             these rows, the ones that are skipped among them, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.

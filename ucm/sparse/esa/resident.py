@@ -57,8 +57,7 @@ class ResidentLayer:
     """One layer's use of a request's resident blocks; each layer has different content in the same block."""
 
     def __init__(self) -> None:
-        #: The place in the request of each resident block's content; None if empty.
-        self._holds: list[int | None] = []
+        #: The resident block of each place whose content is in one, the oldest first.
         self._slots: dict[int, int] = {}
 
     def missing(self, chosen: Sequence[int]) -> list[int]:
@@ -76,23 +75,17 @@ class ResidentLayer:
         Returns:
             The resident block of each place, counted from 0.
         """
-        self._holds += [None] * (resident - len(self._holds))
+        unused = sorted(set(range(resident)).difference(self._slots.values()))
         kept = set(chosen)
-        free = (slot for slot, place in enumerate(self._holds) if place is None or place not in kept)
-        given = []
-        for place, slot in zip(places, list(free), strict=False):
-            old = self._holds[slot]
-            if old is not None:
-                del self._slots[old]
-            self._holds[slot] = place
-            self._slots[place] = slot
-            given.append(slot)
+        old = iter([place for place in self._slots if place not in kept])
+        given = [*unused, *(self._slots.pop(next(old)) for _ in places[len(unused) :])][: len(places)]
+        self._slots.update(zip(places, given, strict=True))
         return given
 
     def clear(self, places: Sequence[int]) -> None:
         """Note that resident blocks do not hold what was assigned to them."""
         for place in places:
-            self._holds[self._slots.pop(place)] = None
+            del self._slots[place]
 
     def slots(self, chosen: Sequence[int]) -> list[int]:
         """Return the resident blocks of present places."""

@@ -110,7 +110,7 @@ class SparseDrafts(BlockTopK):
         self._sampling: bool | None = False  #: whether any request does; on the scheduler's side None: to be found out
         self._requests: Mapping[str, Any] = {}  #: the scheduler's
         always = parse_options(self.options_type, self._name, options).drafting == "always"
-        self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
+        self._payoff = Payoff(self._most, SYSTEM.monotonic, always=always)
         self._step: StepBatch | None = None  #: the engine's running step
         self._made: Mapping[str, int] = {}  #: the drafts that were made before it
         self._drafting = False
@@ -191,9 +191,8 @@ class SparseDrafts(BlockTopK):
         """Drop the state of ended requests."""
         ended = list(request_ids)
         super().requests_finished(runner, ended)
-        if self._payoff is not None:
-            for request_id in ended:
-                self._payoff.forget(request_id)
+        for request_id in ended:
+            self._payoff.forget(request_id)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Note what the step verifies."""
@@ -205,7 +204,7 @@ class SparseDrafts(BlockTopK):
         super().execute_begin(runner, scheduler_output, input_batch)
         self._step = batch = self._batch
         self._sampling = self._greedy_only and not input_batch.all_greedy
-        if self._payoff is not None and batch is not None:
+        if batch is not None:
             verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
             context = int(batch.num_computed_tokens.sum())
@@ -233,19 +232,17 @@ class SparseDrafts(BlockTopK):
                 # Those that vLLM has not verified gained nothing either: a grammar, for instance, does not allow them.
                 self.counts["drafted"] += made[request_id]
                 self.counts["accepted"] += len(new) - 1
-                if self._payoff is not None:
-                    self._payoff.judged(request_id, made[request_id], len(new) - 1)
+                self._payoff.judged(request_id, made[request_id], len(new) - 1)
             long = planner.most_dense(request_id) < num_tokens[row]
             if new and long and left[row] > 0 and request_id not in self._dense and not self._sampling:
                 chosen[request_id] = row
-        numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
+        numbers = self._payoff.choose(list(chosen))
         self._made = {name: min(number, int(left[chosen[name]])) for name, number in numbers.items()}
         return {chosen[name]: number for name, number in self._made.items()}
 
     def made(self, drafts: int, seconds: float) -> None:
         """Drafts were made after a step."""
-        if self._payoff is not None:
-            self._payoff.made(drafts, seconds)
+        self._payoff.made(drafts, seconds)
 
     @contextmanager
     def drafting(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[None]:

@@ -207,7 +207,8 @@ class BlockTopK(SparseMethod):
 
     def _require_restricted_layers(self) -> None:
         """Check the number of dense layers."""
-        dense, layers = self._options.dense_layers, num_layers(self.vllm_config)
+        dense = self._options.dense_layers
+        layers: int | None = optional(self.vllm_config, "model_config.hf_text_config.num_hidden_layers")
         if layers is not None and dense >= layers:
             raise ConfigError(
                 f"{dense} dense layers leave none of the model's {layers} to restrict",
@@ -501,12 +502,6 @@ class BlockTopK(SparseMethod):
             return True
         number = re.search(r"\.(\d+)\.", layer_name)
         return number is not None and int(number[1]) < self._options.dense_layers
-
-
-def num_layers(vllm_config: Any) -> int | None:
-    """Return the number of layers of the served (text) model; None if its configuration does not say."""
-    found: int | None = optional(vllm_config, "model_config.hf_text_config.num_hidden_layers")
-    return found
 
 
 class GSAOnDevice(BlockTopK):

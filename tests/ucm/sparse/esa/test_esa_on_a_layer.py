@@ -92,8 +92,8 @@ class Case:
         used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
         output = self.real.attend(query, used)
         self.method.execute_finished(None, None, None)
-        holds = self.method._offloaded["0"].layers[NAME]._holds
-        content = dict(zip(self.resident, holds, strict=False))
+        slots = self.method._offloaded["0"].layers[NAME]._slots
+        content = {self.resident[slot]: place for place, slot in slots.items()}
         held = used.block_table[0, : -(-int(used.seq_lens[0]) // SIZE)].tolist()
         places = [(content.get(block), block) for block in held]
         return query, output, [BLOCKS.index(block) if place is None else place for place, block in places]

@@ -64,7 +64,7 @@ class Order(NamedTuple):
         return packed.as_strided((*own[0], *self.sizes), (*own[1], *self.strides), packed.storage_offset())
 
 
-class CpuBackend:
+class CpuBackend(paged.KeysInPlace):
     """vLLM's CPU attention; `Backend` documents the methods."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -77,14 +77,6 @@ class CpuBackend:
     def serves(self, impl: Any) -> bool:
         """Return whether an implementation is this one, in its form from 0.11.1 on."""
         return type(impl).__name__ == IMPLEMENTATION and paged.metadata_class(type(impl)) is not None
-
-    def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the tokens of a block."""
-        return int(_halves(layer, kv_cache)[0].shape[2])
-
-    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the number of blocks of the cache."""
-        return int(_halves(layer, kv_cache)[0].shape[0])
 
     def restricted(
         self,
@@ -200,6 +192,9 @@ class CpuBackend:
             "kv_cache_dtype": self._config.cache_config.cache_dtype,
         }
         write(**_arguments(write, known))
+
+    def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
+        return _halves(layer, kv_cache)[0].transpose(1, 2)  # packed: of use for its shape
 
     def _order(self, layer: Any, kv_cache: Tensor) -> list[Order]:
         """Return the order of a head's keys, and of its values, in a block."""

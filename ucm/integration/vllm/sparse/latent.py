@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.sparse.paged import KeysInPlace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,22 +26,12 @@ METADATA = "MLACommonMetadata"
 OTHER = "serve this model without ucm_sparse_config"
 
 
-class LatentBackend:
+class LatentBackend(KeysInPlace):
     """Latent attention on the CPU; `Backend` documents the methods. ``layer`` is vLLM's ``MLAAttention``."""
 
     def serves(self, impl: Any) -> bool:
         """Return whether an implementation is this one."""
         return type(impl).__name__ == IMPLEMENTATION
-
-    def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the tokens of a block."""
-        del layer
-        return int(kv_cache.shape[1])
-
-    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the number of blocks of the cache."""
-        del layer
-        return int(kv_cache.shape[0])
 
     def scored(self, layer: Any, query: Tensor, attn_metadata: Any) -> Tensor:
         """Return the absorbed queries of the step's decodes.
@@ -84,10 +75,9 @@ class LatentBackend:
         )
         return dataclasses.replace(attn_metadata, decode=decode, max_seq_len=max_seq_len)
 
-    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the latent keys of some blocks, of the only KV head."""
+    def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
         del layer
-        return kv_cache[block_ids][:, :, None]
+        return kv_cache[:, :, None]  # the latent keys, of the only KV head
 
 
 def is_latent(attn_metadata: Any) -> bool:

@@ -64,11 +64,11 @@ class Rotaries:
 
     Args:
         runner: vLLM's model runner, by a weak reference; its model is loaded before a layer is asked for.
-        model_config: vLLM's ``ModelConfig``.
+        vllm_config: vLLM's ``VllmConfig``.
     """
 
-    def __init__(self, runner: Callable[[], Any], model_config: Any) -> None:
-        self._runner, self._config = runner, model_config
+    def __init__(self, runner: Callable[[], Any], vllm_config: Any) -> None:
+        self._runner, self._config = runner, vllm_config
         self._by_layer: dict[str, Rotary] = {}
         self._by_module: dict[int, Rotary] = {}
 
@@ -83,11 +83,12 @@ class Rotaries:
         if found is None:
             owner = _owner(self._runner(), layer)
             module: Any = optional(owner, ATTRIBUTE)
-            _require_plain(layer_name, owner, module, self._config)
+            _require_plain(layer_name, owner, module, self._config.model_config)
             if id(module) not in self._by_module:
                 table = module.cos_sin_cache
                 frequencies = _frequencies(module, table, f"layer {layer_name}")
-                applied = _as_applied(module, table, self._config)
+                # Multiplied in the dtype of queries and keys, except in FlashInfer's kernel.
+                applied = table if rotates_in_float(module) else table.to(self._config.model_config.dtype)
                 self._by_module[id(module)] = Rotary(applied, module.is_neox_style, frequencies)
             found = self._by_layer[layer_name] = self._by_module[id(module)]
         return found
@@ -135,11 +136,6 @@ def _source(owner: Any) -> str:
         return inspect.getsource(type(owner).forward)
     except (OSError, TypeError):
         return ""
-
-
-def _as_applied(module: Any, table: Tensor, model_config: Any) -> Tensor:
-    """Return the table in the dtype of the multiplication: that of queries and keys, except in FlashInfer's kernel."""
-    return table if rotates_in_float(module) else table.to(model_config.dtype)
 
 
 def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
@@ -275,7 +271,7 @@ class AttentionLayers:
         self._latent = False  #: whether the method serves latent attention
         self._found: dict[str, tuple[Any, Backend]] = {}
         self._reads_keys: set[str] = set()
-        self._rotaries: Rotaries | None = None
+        self._rotaries = Rotaries(self._runner, vllm_config)
 
     batch = staticmethod(step_batch)
 
@@ -353,10 +349,7 @@ class AttentionLayers:
 
     def rotary(self, layer_name: str) -> Rotary:
         """See `PartsView.rotary`."""
-        layer, _ = self._layer(layer_name)
-        if self._rotaries is None:
-            self._rotaries = Rotaries(self._runner, self._config.model_config)
-        return self._rotaries.of(layer_name, layer)
+        return self._rotaries.of(layer_name, self._layer(layer_name)[0])
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
         """See `CopyingView.block_copies`."""

@@ -57,13 +57,8 @@ POSITIONAL = (
 )
 
 
-class PagedBackend:
-    """FlashAttention and Triton; `Backend` documents the methods."""
-
-    def serves(self, impl: Any) -> bool:
-        """Return whether an implementation is one of these and its module defines its metadata."""
-        kind = type(impl)
-        return kind.__name__ in IMPLEMENTATIONS and metadata_class(kind) is not None
+class KeysInPlace:
+    """The part of `Backend` that follows from where a cache has its keys."""
 
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
         """Return the tokens of a block."""
@@ -72,6 +67,23 @@ class PagedBackend:
     def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
         """Return the number of blocks of the cache."""
         return int(self._keys(layer, kv_cache).shape[0])
+
+    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+        """Return the keys of some blocks."""
+        return self._keys(layer, kv_cache)[block_ids]
+
+    def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
+        """Return a view of all keys, ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        raise NotImplementedError
+
+
+class PagedBackend(KeysInPlace):
+    """FlashAttention and Triton; `Backend` documents the methods."""
+
+    def serves(self, impl: Any) -> bool:
+        """Return whether an implementation is one of these and its module defines its metadata."""
+        kind = type(impl)
+        return kind.__name__ in IMPLEMENTATIONS and metadata_class(kind) is not None
 
     def restricted(
         self,
@@ -89,10 +101,6 @@ class PagedBackend:
         table, lens, queries = rows_of(attn_metadata, block_table, seq_lens, split)
         changes |= queries
         return dataclasses.replace(attn_metadata, **changes, block_table=table, seq_lens=lens, max_seq_len=max_seq_len)
-
-    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the keys of some blocks."""
-        return self._keys(layer, kv_cache)[block_ids]
 
     def require_parts(self, layer: Any) -> None:
         """Refuse backends other than FlashAttention, which returns the log-sum-exp of a part."""
