@@ -258,13 +258,19 @@ class BlockTopK(SparseMethod):
         Raises:
             SparseMethodError: If they do not fit beside the KV cache.
         """
-        allocated = 0
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        allocated = block_size = 0
         for name in self._restricted:
             kv_cache = self.attention.bound_cache(name)
             if kv_cache is None:
-                continue
+                raise RuntimeError(f"layer {name} has no KV cache before the first request")
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            keys = self.attention.read_keys(name, kv_cache, any_block)
+            block_size = keys.shape[1]
             try:
-                allocated += self._representatives_of(name, kv_cache).nbytes
+                self._representatives[name] = KeyCodes(self.attention.num_blocks(name, kv_cache), keys)
+                allocated += self._representatives[name].nbytes
             except RuntimeError as error:  # torch's, and its OutOfMemoryError
                 raise SparseMethodError(
                     f"the summaries of blocks do not fit beside the KV cache: after {format_size(allocated)} of them, "
@@ -273,7 +279,8 @@ class BlockTopK(SparseMethod):
                     fix="leave more memory free (--gpu-memory-utilization, or a lower --num-gpu-blocks-override if it "
                     "is set), or restrict fewer layers (dense_layers)",
                 ) from error
-        if allocated:
+        if block_size:
+            self._planner = SelectionPlanner(self._budget(block_size), self._options.min_context, WORTHWHILE)
             self._logger.info("[UCM.Sparse] %s: summaries of blocks take %s", self._name, format_size(allocated))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
@@ -296,7 +303,7 @@ class BlockTopK(SparseMethod):
         self._outcomes.begin(batch.request_ids)
         self._tables, self._missing_ids, self._asked = None, None, False
         self._plan = self._missing = None
-        if self._planner is not None:  # the block size is unknown before the first layer with a cache
+        if self._planner is not None:  # a stage of a pipeline may have no restricted layer
             self._take_plan(self._planner, batch)
 
     def attention_begin(
@@ -305,19 +312,8 @@ class BlockTopK(SparseMethod):
         """Restrict the step's sparse rows to the blocks that their queries need."""
         began = perf_counter()
         self._asked = True
-        if layer_name in self._windowed:
+        if layer_name not in self._restricted or (self._missing is None and self._plan is None):
             return query, key, value, attn_metadata
-        if self._planner is None and self._batch is not None:
-            self.attention.require(layer_name)
-            self._planner = SelectionPlanner(
-                self._budget(self.attention.block_size(layer_name, kv_cache)), self._options.min_context, WORTHWHILE
-            )
-            self._take_plan(self._planner, self._batch)
-        if self._is_dense(layer_name):
-            return query, key, value, attn_metadata
-        if self._missing is None and self._plan is None:
-            return query, key, value, attn_metadata
-        self.attention.require(layer_name, reads_keys=True)
         if self._missing is not None:
             with self._dense_on_failure(layer_name, self._missing.request_ids):
                 self._make_missing(self._missing, layer_name, kv_cache, attn_metadata)
@@ -337,9 +333,7 @@ class BlockTopK(SparseMethod):
         self._missing = self._missing_ids = None
         if batch is not None and not self._asked:
             raise not_asked(self._name)
-        if (
-            plan is None or self._tables is None
-        ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline
+        if plan is None:
             return
         self._tables = None
         self.counts["steps"] += 1
@@ -378,7 +372,7 @@ class BlockTopK(SparseMethod):
         self, plan: SelectionPlan, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Any:
         query = self.attention.scored(layer_name, query, attn_metadata)
-        chosen, lens = self._choose(plan, layer_name, query, kv_cache, attn_metadata)
+        chosen, lens = self._choose(plan, layer_name, query, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
             keys = partial(self.attention.read_keys, layer_name, kv_cache)
@@ -389,15 +383,13 @@ class BlockTopK(SparseMethod):
         split = None if self._tables is None else self._tables[1].split
         return self.attention.restricted(layer_name, attn_metadata, chosen, lens, longest, split)
 
-    def _choose(
-        self, plan: SelectionPlan, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _choose(self, plan: SelectionPlan, layer_name: str, query: Tensor, attn_metadata: Any) -> tuple[Tensor, Tensor]:
         """Return the block table and the lengths that a layer reads, by queries as they are scored."""
         if self._tables is None or self._tables[0] is not attn_metadata:
             self._tables = attn_metadata, RestrictedTables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
-        made = self._representatives_of(layer_name, kv_cache)
-        return tables.select(made, query, self.attention.sum_over_ranks), tables.seq_lens
+        chosen = tables.select(self._representatives[layer_name], query, self.attention.sum_over_ranks)
+        return chosen, tables.seq_lens
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
@@ -428,21 +420,9 @@ class BlockTopK(SparseMethod):
         """Make the representatives of blocks from the cache."""
         if self._missing_ids is None or self._missing_ids[0] is not attn_metadata:
             self._missing_ids = attn_metadata, missing.ids(self.attention.block_table(attn_metadata))
-        block_ids, made = self._missing_ids[1], self._representatives_of(layer_name, kv_cache)
+        block_ids, made = self._missing_ids[1], self._representatives[layer_name]
         made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
         self.counts["representatives"] += len(block_ids)
-
-    def _representatives_of(self, layer_name: str, kv_cache: Tensor) -> KeyCodes:
-        """Return the layer's representatives, with room for all blocks of the cache."""
-        found = self._representatives.get(layer_name)
-        if found is None:
-            import torch  # noqa: PLC0415 - vLLM brings it
-
-            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
-            keys = self.attention.read_keys(layer_name, kv_cache, any_block)
-            num_blocks = self.attention.num_blocks(layer_name, kv_cache)
-            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys)
-        return found
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:

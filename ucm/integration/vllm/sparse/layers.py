@@ -270,7 +270,6 @@ class AttentionLayers:
         )
         self._latent = False  #: whether the method serves latent attention
         self._found: dict[str, tuple[Any, Backend]] = {}
-        self._reads_keys: set[str] = set()
         self._rotaries = Rotaries(self._runner, vllm_config)
 
     batch = staticmethod(step_batch)
@@ -307,9 +306,8 @@ class AttentionLayers:
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         """See `AttentionView.require`."""
         layer, _ = self._layer(layer_name)
-        if reads_keys and layer_name not in self._reads_keys:
+        if reads_keys:
             requirements.require_plain_keys(layer_name, layer)
-            self._reads_keys.add(layer_name)
 
     def bound_cache(self, layer_name: str) -> Tensor | None:
         """See `AttentionView.bound_cache`."""
