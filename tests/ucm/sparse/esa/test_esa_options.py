@@ -14,7 +14,7 @@ from ucm.logger import get_logger
 from ucm.sparse.attention import CopyingView
 from ucm.sparse.base import Role
 from ucm.sparse.esa.method import ESA
-from ucm.sparse.factory import create_method
+from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def config(**others: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["ESA", "BlockRetrieval"])
 def test_both_names_lead_here(name: str) -> None:
-    assert isinstance(create_method(name, config(), Role.WORKER, {}), ESA)
+    assert isinstance(method_class(name)(config(), Role.WORKER, {}), ESA)
 
 
 def test_the_store_is_in_shared_memory_apart_from_the_prefix_cache_by_default() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, rows_of
+from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, require_restrictable, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,6 @@ FIELDS = (
     *(TABLE, "seq_lens", "seq_lens_list", "actual_seq_lengths_q", "query_start_loc", "max_query_len"),
     *("attn_state", "slot_mapping", "num_actual_tokens", "causal"),
 )
-#: Fields that are set where a rank holds only some tokens of a request, or where vLLM Ascend itself chooses blocks.
-OTHER_READERS = ("prefill", "decode_meta", "kvcomp_metadata")
 #: The state of a step whose requests are all new: the kernel reads the step's keys and no block table.
 WITHOUT_TABLE = "PrefillNoCache"
 #: The state of a step in which a row has any number of queries and of earlier tokens.
@@ -119,22 +117,3 @@ class AscendBackend(PagedBackend):
             where=f"{type(layer.impl).__name__}, {layer.num_kv_heads} KV heads of {layer.head_size}",
             fix=OTHER,
         )
-
-
-def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse metadata whose kernel looks at more than rows of blocks.
-
-    Raises:
-        SparseMethodError: If it does.
-    """
-    name = type(attn_metadata).__name__
-    for field in FIELDS:
-        if not hasattr(attn_metadata, field):
-            raise SparseMethodError(f"the attention backend's metadata has no {field}", where=name, fix=OTHER)
-    for field in OTHER_READERS:
-        if optional(attn_metadata, field) is not None:
-            raise SparseMethodError(
-                "this step's attention reads more than one block table", where=f"{name}.{field}", fix=OTHER
-            )
-    if attn_metadata.causal is not True:
-        raise SparseMethodError("the attention of this step is not causal", where=name, fix=OTHER)

@@ -329,9 +329,8 @@ class AttentionLayers:
         """See `AttentionView.block_table`."""
         if latent.is_latent(attn_metadata):
             return latent.block_table(attn_metadata)
-        of = ascend if hasattr(attn_metadata, ascend.TABLE) else paged
-        of.require_restrictable(attn_metadata)
-        table: Tensor = getattr(attn_metadata, of.TABLE)
+        paged.require_restrictable(attn_metadata)
+        table: Tensor = getattr(attn_metadata, ascend.TABLE if hasattr(attn_metadata, ascend.TABLE) else paged.TABLE)
         return table
 
     def scored(self, layer_name: str, query: Tensor, attn_metadata: Any) -> Tensor:
@@ -402,17 +401,13 @@ class RawBlocks:
         """See `BlockCopies.read`."""
         rows = self._memory.staging(len(block_ids))
         self._memory.gather(block_ids, range(len(self.layer_names)), rows)
-        self._wait()
+        if self._memory.device.type != "cpu":
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            getattr(torch, self._memory.device.type).current_stream().synchronize()
         return rows
 
     def write(self, layer: int, block_ids: Sequence[int], rows: Tensor) -> None:
         """See `BlockCopies.write`."""
         staged: list[Any] = [rows] * (layer + 1)
         self._memory.scatter(range(len(block_ids)), block_ids, range(layer, layer + 1), staged)
-
-    def _wait(self) -> None:
-        """Wait until the requested copies are in host memory."""
-        if self._memory.device.type != "cpu":
-            import torch  # noqa: PLC0415 - vLLM brings it
-
-            getattr(torch, self._memory.device.type).current_stream().synchronize()

@@ -45,8 +45,9 @@ AHEAD = {
     "prefix_kv_lens": None,
     "suffix_kv_lens": None,
 }
-#: Masks by a token's position, which differs from its index in a restricted table: refused if set.
-POSITIONAL = (
+#: Masks by a token's position, which differs from its index in a restricted table, and what vLLM Ascend sets where a
+#: rank holds only some tokens of a request, or where it chooses blocks itself: refused if set.
+OTHER_READERS = (
     "local_attn_metadata",
     "dcp_context_kv_lens",
     "mm_prefix_range",
@@ -54,6 +55,7 @@ POSITIONAL = (
     "mm_prefix_query_range_tensor",
     "rswa_prefix_lens",
     "dynamic_causal",
+    *("prefill", "decode_meta", "kvcomp_metadata"),
 )
 
 
@@ -206,27 +208,17 @@ def require_restrictable(attn_metadata: Any) -> None:
     """Refuse metadata whose kernel uses more than the rows of a block table.
 
     Raises:
-        SparseMethodError: If a field is missing, a mask depends on positions, or the attention is not causal.
+        SparseMethodError: If a mask depends on positions, there is another table, or the attention is not causal.
     """
-    missing = [name for name in FIELDS if not hasattr(attn_metadata, name)]
     name = type(attn_metadata).__name__
-    if missing:
-        raise SparseMethodError(
-            f"the attention backend's metadata has no {missing[0]} per request",
-            where=name,
-            fix=choose_backend(),
-        )
-    for field in POSITIONAL:
-        if optional(attn_metadata, field) is not None:
+    obstacles = {field: optional(attn_metadata, field) is not None for field in OTHER_READERS}
+    for field, there in (obstacles | {"causal": optional(attn_metadata, "causal", True) is not True}).items():
+        if there:
             raise SparseMethodError(
-                "the attention of this step has a mask that depends on the positions of its keys",
+                "the attention of this step is not causal, or reads more than a block table says",
                 where=f"{name}.{field}",
                 fix="serve this model without ucm_sparse_config",
             )
-    if optional(attn_metadata, "causal", True) is not True:
-        raise SparseMethodError(
-            "the attention of this step is not causal", where=name, fix="serve this model without ucm_sparse_config"
-        )
 
 
 def rows_of(
