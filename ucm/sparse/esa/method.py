@@ -40,7 +40,7 @@ from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach, tell_loss
-from ucm.sparse.esa.resident import OffloadedContext, reading
+from ucm.sparse.esa.resident import NOT_ADMITTED, OffloadedContext, reading
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
 from ucm.sparse.tables import ReadTables
@@ -125,7 +125,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             all layers, ``fetched`` into resident blocks, ``copied_out``, and ``requests_<outcome>``; see
             `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on choosing, and on waiting for loads.
-        caches: The KV cache of each layer, from its last step.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -142,9 +141,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts)
         self.select_seconds = 0.0
-        self.caches: dict[str, Tensor] = {}
-        self._copies: BlockCopies | None = None
-        self._places: dict[str, int] = {}
+        #: The layers and their KV caches.
+        self._caches: dict[str, Tensor] = {}
+        self._copies: BlockCopies
         self._losses = ""
         self._store: OffloadStore | None = None
         self._offloaded: dict[str, OffloadedContext] = {}
@@ -225,8 +224,23 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         return out_of_reach(question)
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuse an unsupported layer."""
+        """Refuse an unsupported layer; without a cache, it is seen again before the first request."""
         self.attention.require(layer_name, reads_keys=True)
+        kv_cache = self.attention.bound_cache(layer_name)
+        if kv_cache is not None:
+            self._caches[layer_name] = kv_cache
+
+    def layers_seen(self) -> None:
+        """Refuse a backend with blocks of another size; find out how blocks are copied."""
+        for name, kv_cache in self._caches.items():
+            size = self.attention.block_size(name, kv_cache)
+            if size != self._size:
+                raise SparseMethodError(
+                    f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
+                    where=f"layer {name}",
+                    fix=f"start vLLM with --block-size {size}",
+                )
+        self._copies = self.attention.block_copies(self._caches)
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """Copy out the blocks that a step frees, before the step writes any block."""
@@ -256,7 +270,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         ends = batch.num_new_tokens.cumsum()
         self._rows = []
         for row in np.flatnonzero(choosing).tolist():
-            offloaded = known[row] or OffloadedContext(None, self._window.sink_blocks(self._size))
+            offloaded = known[row] or OffloadedContext(NOT_ADMITTED, self._window.sink_blocks(self._size))
             self._offloaded[batch.request_ids[row]] = offloaded
             self._rows.append(_Row(row, int(ends[row]) - 1, offloaded, int(choosing[row])))
         if self._rows:
@@ -274,14 +288,13 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def _forget_unreleased(self, request_id: str) -> None:
         """Drop the state of a request if none of its blocks is freed."""
-        if request_id in self._offloaded and self._offloaded[request_id].admission is None:
+        if request_id in self._offloaded and self._offloaded[request_id].admission == NOT_ADMITTED:
             del self._offloaded[request_id]
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Load the needed blocks into the resident blocks, and make the layer read them."""
-        self.caches[layer_name] = kv_cache
         if self._rows:
             began = perf_counter()
             attn_metadata = self._restrict(layer_name, query, kv_cache, attn_metadata)
@@ -340,15 +353,14 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             blocks += [*(row.offloaded.resident[slot] for slot in slots), *[-1] * (len(of_row) - len(slots))]
             self.counts["blocks_read"] += len(of_row)
             self.counts["blocks_stored"] += row.choosing
-        tables = self._tables_of(layer_name, kv_cache, attn_metadata, [len(of_row) for of_row in chosen])
+        tables = self._tables_of(attn_metadata, [len(of_row) for of_row in chosen])
         at, held = torch.tensor([places, blocks], dtype=torch.int64).to(table.device)
         named = tables.naming(torch.where(held < 0, table[tables.cells[0], at], held))
         return self.attention.restricted(layer_name, attn_metadata, named, tables.seq_lens, tables.longest)
 
-    def _tables_of(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, reads: Sequence[int]) -> ReadTables:
+    def _tables_of(self, attn_metadata: Any, reads: Sequence[int]) -> ReadTables:
         """Return tables that name so many blocks of each row: the same for all layers, unless a layer has lost some."""
         if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != reads:
-            self._require_size(layer_name, kv_cache)
             left_out, named = np.zeros((2, len(self._seq_lens)), np.int64)
             for row, count in zip(self._rows, reads, strict=True):
                 left_out[row.row], named[row.row] = row.choosing - count, count
@@ -414,7 +426,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
     ) -> tuple[Fetch, list[int]]:
         """Start to load missing places into host memory; return the load, and the resident block of each place."""
-        index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
+        index, places = self._index(layer_name), [(offloaded.admission, place) for place in missing]
         resident = offloaded.resident
         slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
         return self._opened.fetch(index, places), [resident[slot] for slot in slots]
@@ -424,38 +436,36 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         lost = set(self._opened.wait(fetch))
         if lost:
             if not offloaded.lost:
-                tell_loss(self._losses, _admitted(offloaded))
+                tell_loss(self._losses, offloaded.admission)
             places = [fetch.wanted[row][1] for row in lost]
             offloaded.lost |= {place - offloaded.first for place in places}
             offloaded.layers[layer_name].clear(places)
         rows = [row for row in range(len(fetch.wanted)) if row not in lost]
         if rows:
             data = fetch.rows[rows] if lost else fetch.rows
-            self._known_copies.write(self._places[layer_name], [blocks[row] for row in rows], data)
+            self._copies.write(self._index(layer_name), [blocks[row] for row in rows], data)
         self.counts["fetched"] += len(rows)
         return not lost
 
     def _copy_out(self, engine: str, released: Released) -> None:
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        copies = self._known_copies
         if self._store is None:
             config, rank = self._options.store.as_store_config(), int(self.vllm_config.parallel_config.rank)
-            self._store = OffloadStore(config, copies, engine, rank, clock=self._clock)
+            self._store = OffloadStore(config, self._copies, engine, rank, clock=self._clock)
         offloaded = self._offloaded.get(released.request_id)
-        if offloaded is None or offloaded.admission not in {released.admission, None}:
+        if offloaded is None or offloaded.admission not in {released.admission, NOT_ADMITTED}:
             offloaded = self._offloaded[released.request_id] = OffloadedContext(released.admission, released.first)
         offloaded.admission = released.admission
         if released.first != offloaded.first + offloaded.stored:
             raise RuntimeError(
                 f"request {released.request_id}: block {released.first} does not follow the offloaded ones"
             )
-        for name in copies.layer_names:
-            cache = self.caches[name]
+        for name, cache in self._caches.items():
             codes = self._codes(offloaded, name, cache)
             ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache[0].device)  # one tensor, or two
             self._summarise(codes, name, cache, ids[codes.size - offloaded.stored :])
-        self._store.save(released.admission, released.first, copies.read(released.block_ids))
+        self._store.save(released.admission, released.first, self._copies.read(released.block_ids))
         offloaded.stored += len(released.block_ids)
         offloaded.resident += released.resident
         self.counts["copied_out"] += len(released.block_ids)
@@ -463,7 +473,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def _drop(self, admissions: Sequence[int]) -> None:
         ended = set(admissions)
         for request_id in [r for r, offloaded in self._offloaded.items() if offloaded.admission in ended]:
-            self._opened.drop(_admitted(self._offloaded.pop(request_id)))
+            self._opened.drop(self._offloaded.pop(request_id).admission)
 
     @property
     def _budget(self) -> int:
@@ -482,32 +492,11 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         """Tokens in a block; final once there is a cache."""
         return int(self.vllm_config.cache_config.block_size)
 
-    def _require_size(self, layer_name: str, kv_cache: Tensor) -> None:
-        size = self.attention.block_size(layer_name, kv_cache)
-        if size != self._size:
-            raise SparseMethodError(
-                f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
-                where=f"layer {layer_name}",
-                fix=f"start vLLM with --block-size {size}",
-            )
-
-    @property
-    def _known_copies(self) -> BlockCopies:
-        if self._copies is None:
-            self._require_size(*next(iter(self.caches.items())))
-            self._copies = self.attention.block_copies(self.caches)
-            self._places = {name: place for place, name in enumerate(self._copies.layer_names)}
-        return self._copies
+    def _index(self, layer_name: str) -> int:
+        return self._copies.layer_names.index(layer_name)
 
     @property
     def _opened(self) -> OffloadStore:
         if self._store is None:
             raise RuntimeError("the store was used before a block was freed")
         return self._store
-
-
-def _admitted(offloaded: OffloadedContext) -> int:
-    """Return the admission of an offloaded context with freed blocks."""
-    if offloaded.admission is None:
-        raise RuntimeError("this request has no freed blocks")
-    return offloaded.admission

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ucm.sparse.blocks import SinksAndWindow
     from ucm.sparse.topk.codes import KeyCodes
 
+#: Stands for the admission of a request without freed blocks.
+NOT_ADMITTED = -1
+
 
 def reading(
     batch: StepBatch, window: SinksAndWindow, budget: int, stored: NDArray[np.int64], block_size: int
@@ -97,7 +100,7 @@ class OffloadedContext:
     """A worker's state of a request's offloaded context.
 
     Attributes:
-        admission: The request's admission; None before any of it is freed.
+        admission: The request's admission; `NOT_ADMITTED` before any of it is freed.
         first: The place of its first block.
         stored: The number of its freed blocks; later ones are still in place.
         resident: The resident blocks.
@@ -106,7 +109,7 @@ class OffloadedContext:
         layers: The content of the resident blocks, by layer.
     """
 
-    admission: int | None
+    admission: int
     first: int
     stored: int = 0
     resident: list[int] = field(default_factory=list)

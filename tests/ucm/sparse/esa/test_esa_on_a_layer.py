@@ -67,7 +67,8 @@ class Case:
         self.method = Tiles(real.config, Role.WORKER, options)
         self.method.attention = real.view
         self.method.worker_started()
-        self.method.caches[NAME] = real.kv_cache  # as the step of its admission has left it
+        self.method.layer_seen(NAME)
+        self.method.layers_seen()
         released = tuple(BLOCKS[FIRST : FIRST + STORED])
         news = OffloadedNews(owner_name(), "", (), (Released("0", 0, FIRST, released, tuple(resident)),))
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=news))
