@@ -411,13 +411,12 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
 
     Attributes:
         tile: Tokens whose windows begin at the same block.
-        releases: Set in ``scheduler_started``.
     """
 
     needed_hooks = NEEDED
     frees_blocks = True
     tile: ClassVar[int] = TILE
-    releases: Releases | None = None
+    _blocks: Releases  #: set in ``scheduler_started``
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -444,9 +443,3 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
     def request_freed(self, request: Any) -> None:
         """Forget the request, which has ended."""
         self._blocks.forget(request.request_id)
-
-    @property
-    def _blocks(self) -> Releases:
-        if self.releases is None:
-            raise RuntimeError("a scheduler's method was asked before its scheduler was there")
-        return self.releases

@@ -81,7 +81,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts)
         self._dense: set[str] = set()  #: on the worker's side: requests that read everything
-        self._batch: StepBatch | None = None
+        self._batch: StepBatch
         self._skips = False
         self._rows_before = 0
         self._block_size = 0
@@ -104,7 +104,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        self.releases = ReleasedBlocks(scheduler, self.window)
+        self._blocks = ReleasedBlocks(scheduler, self.window)
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by dense prompts, and free blocks."""
@@ -167,7 +167,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
                 get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
         unasked = self._skips and not self._replaced
         self._replaced.clear()
-        self._batch, self._skips = None, False
+        self._skips = False
         if unasked:
             raise not_asked(type(self).__name__)
 
@@ -211,8 +211,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     def _compacted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """The metadata with the sinks' blocks and, right behind them, those of the window and of the new tokens."""
         batch, size = self._batch, self.attention.block_size(layer_name, kv_cache)
-        if batch is None:
-            raise RuntimeError(f"{layer_name} ran outside a step")
         self._block_size = size
         pieces, skipped = self.window.cut(batch, size)
         if not skipped.any():

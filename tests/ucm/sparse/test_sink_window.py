@@ -185,7 +185,7 @@ def both_sides(options: dict[str, Any], asked: object) -> tuple[SinkWindow, Sink
     scheduler, worker = (method_class("SinkWindow")(CONFIG, role, options) for role in Role)
     assert isinstance(scheduler, SinkWindow)
     assert isinstance(worker, SinkWindow)
-    scheduler.releases = create_autospec(ReleasedBlocks, instance=True)
+    scheduler._blocks = create_autospec(ReleasedBlocks, instance=True)
     worker.attention = create_autospec(AttentionView, instance=True)
     batch = step(("a", 300, 1, 8), ("b", 300, 1, 8), a=asked)
     worker.attention.batch.return_value = batch  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ so nothing more is lost.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from dataclasses import dataclass
 from time import perf_counter
@@ -39,7 +40,7 @@ from ucm.logger import get_logger
 from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.esa.offload_store import OffloadStore
-from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach, tell_loss
+from ucm.sparse.esa.offloaded import OffloadedReleases, tell_loss
 from ucm.sparse.esa.resident import NOT_ADMITTED, OffloadedContext, reading
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
@@ -144,7 +145,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         #: The layers and their KV caches.
         self._caches: dict[str, Tensor] = {}
         self._copies: BlockCopies
-        self._losses = ""
+        self._losses = self._engine = ""
         self._store: OffloadStore | None = None
         self._offloaded: dict[str, OffloadedContext] = {}
         #: The tokens that each request has after the step, and the rows that choose.
@@ -169,7 +170,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        self.releases = OffloadedReleases(scheduler, self._window, self._budget)
+        self._blocks = OffloadedReleases(scheduler, self._window, self._budget)
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Make a request that was preempted while generating recompute its answer token by token.
@@ -186,9 +187,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
         return super().before_allocation(request)
 
-    def asks_workers(self) -> str:
-        """Ask the workers whether they can report losses."""
-        return self._blocks.losses
+    def asks_workers(self) -> tuple[str, str]:
+        """Ask the workers whether they can report losses to a file, and tell them the name of this engine start."""
+        return self._blocks.losses.path, self._blocks.engine
 
     def build_metadata(self, scheduler_output: Any) -> OffloadedNews | None:
         """Return the blocks that the workers must copy out, and the admissions that they may drop."""
@@ -219,9 +220,12 @@ class ESA(ReleasingMethod[OffloadedReleases]):
                 ", ".join(config.roots) or config.pipeline,
             )
 
-    def confirms(self, question: str) -> str:
+    def confirms(self, question: tuple[str, str]) -> str:
         """Return why this worker's losses would not reach the scheduler; empty if they do."""
-        return out_of_reach(question)
+        self._losses, self._engine = question
+        if os.access(self._losses, os.W_OK):
+            return ""
+        return f"it cannot write to the scheduler's {self._losses}, where it reports lost blocks"
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer; without a cache, it is seen again before the first request."""
@@ -250,11 +254,10 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             self._store.settle()
         if news is None:
             return
-        self._losses = news.losses
         if news.dropped:
             self._drop(news.dropped)
         for released in news.released:
-            self._copy_out(news.engine, released)
+            self._copy_out(released)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Record the rows with an offloaded context."""
@@ -447,12 +450,12 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         self.counts["fetched"] += len(rows)
         return not lost
 
-    def _copy_out(self, engine: str, released: Released) -> None:
+    def _copy_out(self, released: Released) -> None:
         import torch  # noqa: PLC0415 - vLLM brings it
 
         if self._store is None:
             config, rank = self._options.store.as_store_config(), int(self.vllm_config.parallel_config.rank)
-            self._store = OffloadStore(config, self._copies, engine, rank, clock=self._clock)
+            self._store = OffloadStore(config, self._copies, self._engine, rank, clock=self._clock)
         offloaded = self._offloaded.get(released.request_id)
         if offloaded is None or offloaded.admission not in {released.admission, NOT_ADMITTED}:
             offloaded = self._offloaded[released.request_id] = OffloadedContext(released.admission, released.first)

@@ -184,7 +184,11 @@ class OffloadStore:
             return []
         result = fetch.task.wait()
         self.counts["loaded"] += len(result.done)
-        return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
+        return [
+            row
+            for row, transfer in fetch.loads
+            if transfer.key in result.failed and not self._again(fetch.wanted[row][0], transfer)
+        ]
 
     def drop(self, admission: int) -> None:
         """Delete the blocks of a request that has ended."""
@@ -231,13 +235,12 @@ class OffloadStore:
         for error in result.failed.values():
             self._tell("blocks stay in host memory, because the store does not accept them", error)
 
-    def _again(self, fetch: Fetch, row: int) -> bool:
+    def _again(self, admission: int, transfer: BlockTransfer) -> bool:
         """Load a block once more."""
-        if fetch.wanted[row][0] not in self._kept:
+        if admission not in self._kept:
             return False
         self.counts["retried"] += 1
-        transfers = [transfer for at, transfer in fetch.loads if at == row]
-        result = self._store.load(transfers).wait()
+        result = self._store.load([transfer]).wait()
         for error in result.failed.values():
             # Other blocks may be lost, too: from now on freed blocks stay in host memory.
             self._trusted = False

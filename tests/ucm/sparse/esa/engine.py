@@ -63,6 +63,7 @@ class Engine(CheckedEngine):
         super().__init__(setting, config, [f"layer.{layer}" for layer in range(LAYERS)], spec, chance)
         self.method: Any = self.scheduler._ucm_sparse_method
         self.worker: Any = method_class(name)(config, Role.WORKER, options)
+        assert not self.worker.confirms(self.method.asks_workers())
         always = options["sink_tokens"], options["window_tokens"]
         self.device: Device = Device(self.worker, setting.blocks, BLOCK, always)
         #: For each request that has finished: prompt, output, and the last layer's KV of all these tokens.

@@ -67,10 +67,11 @@ class Case:
         self.method = Tiles(real.config, Role.WORKER, options)
         self.method.attention = real.view
         self.method.worker_started()
+        self.method.confirms(("", owner_name()))
         self.method.layer_seen(NAME)
         self.method.layers_seen()
         released = tuple(BLOCKS[FIRST : FIRST + STORED])
-        news = OffloadedNews(owner_name(), "", (), (Released("0", 0, FIRST, released, tuple(resident)),))
+        news = OffloadedNews((), (Released("0", 0, FIRST, released, tuple(resident)),))
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=news))
         self._clobber(released)
 
