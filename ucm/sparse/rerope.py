@@ -232,7 +232,7 @@ class ReRoPE(SparseMethod):
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
         self._turned: dict[Rotary, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
-        #: By layer; None where torch computes what lies beyond the window.
+        #: By layer; none where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
     @classmethod
@@ -255,9 +255,14 @@ class ReRoPE(SparseMethod):
     def layer_seen(self, layer_name: str) -> None:
         """Refuse a layer that cannot be served; compile its kernel as soon as its cache is there, for no request."""
         self.attention.require_parts(layer_name)
-        self.attention.rotary(layer_name)
-        if layer_name not in self._kernels and (kv_cache := self.attention.bound_cache(layer_name)) is not None:
-            self._kernel(layer_name, kv_cache)
+        rotary, kv_cache = self.attention.rotary(layer_name), self.attention.bound_cache(layer_name)
+        layout = None if kv_cache is None else self.attention.head_layout(layer_name, kv_cache)
+        if layout is not None and layer_name not in self._kernels:
+            began, pairs = time.perf_counter(), rotary.frequencies.numel()
+            kernel = for_engine(SLOWLY, lambda: window_kernel(layout, pairs, neox=rotary.neox))
+            self._kernels[layer_name] = None if kernel is None else (kernel, layout)
+            if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
+                get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Find the step's tokens that read keys before their window."""
@@ -291,7 +296,7 @@ class ReRoPE(SparseMethod):
         self._asked = True
         dense, _ = self._replaced[id(attn_metadata)]
         table, by_head = self.attention.block_table(dense), output.view(output.shape[0], *query.shape[1:])
-        compiled, rest = self._kernel(layer_name, kv_cache), self._step
+        compiled, rest = self._kernels.get(layer_name), self._step
         if compiled is not None:
             few, rest = self._step.divided
             if len(few):
@@ -314,7 +319,7 @@ class ReRoPE(SparseMethod):
         self.counts["steps"] += 1
         self.counts["rows"] += len(step.pieces.rows)
         self.counts["tokens"] += len(step)
-        self.counts["compiled"] += len(step.divided[0]) if None not in self._kernels.values() else 0
+        self.counts["compiled"] += len(step.divided[0]) if all(self._kernels.values() or [None]) else 0
         self.counts["keys_turned"] += int((step.pieces.ends - self._options.window).sum())
         if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
             get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
@@ -390,19 +395,6 @@ class ReRoPE(SparseMethod):
             before += end - begin
         outputs, sums = zip(*found, strict=True)
         return Merged(torch.cat(outputs), torch.cat(sums))
-
-    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[Attend, HeadLayout] | None:
-        """What is compiled for a layer, where it is on a CPU."""
-        if layer_name not in self._kernels:
-            layout, rotary = self.attention.head_layout(layer_name, kv_cache), self.attention.rotary(layer_name)
-            self._kernels[layer_name] = None
-            if layout is not None:
-                began, pairs = time.perf_counter(), rotary.frequencies.numel()
-                kernel = for_engine(SLOWLY, lambda: window_kernel(layout, pairs, neox=rotary.neox))
-                self._kernels[layer_name] = None if kernel is None else (kernel, layout)
-                if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
-                    get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
-        return self._kernels[layer_name]
 
     def _compiled(
         self,
