@@ -62,8 +62,3 @@ class RequestOutcomes:
     def _count(self, request_id: str, outcome: str) -> None:
         self._running[request_id] = True
         self._counts[f"requests_{outcome}"] += 1
-
-
-def failure_outcome(error: Exception) -> str:
-    """Return the outcome of requests that an error makes dense."""
-    return OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else FAILED

@@ -194,8 +194,7 @@ class OffloadStore:
         """Delete the blocks of a request that has ended."""
         kept = self._kept.pop(admission, None)
         if kept is not None:
-            writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
-            self._forget([key for place, key in kept.keys.items() if place not in writing])
+            self._forget(kept.keys.values())  # those that are being written again when they are
 
     def _save(self, admission: int, places: Sequence[int]) -> None:
         kept = self._kept[admission]

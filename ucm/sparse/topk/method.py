@@ -30,7 +30,7 @@ from ucm.sparse.attention import KEY
 from ucm.sparse.base import Role, SparseMethod, not_asked
 from ucm.sparse.blocks import NEEDED, keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
-from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
+from ucm.sparse.outcomes import FAILED, OPTED_OUT, OUT_OF_MEMORY, OUTCOMES, REFUSED, RequestOutcomes
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
@@ -388,8 +388,9 @@ class BlockTopK(SparseMethod):
         if self._tables is None or self._tables[0] is not attn_metadata:
             self._tables = attn_metadata, RestrictedTables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
-        chosen = tables.select(self._representatives[layer_name], query, self.attention.sum_over_ranks)
-        return chosen, tables.seq_lens
+        made = self._representatives[layer_name]
+        shares = made.shares(query[tables.tokens], tables.candidates, tables.hidden)
+        return tables.choose(self.attention.sum_over_ranks(shares)), tables.seq_lens
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
@@ -444,7 +445,8 @@ class BlockTopK(SparseMethod):
                 self._planner.forget_made(request_id)
         self._plan = self._missing = None
         self.counts["failures"] += 1
-        self._outcomes.exclude(request_ids, failure_outcome(error))
+        no_memory = type(error).__name__ == "OutOfMemoryError"
+        self._outcomes.exclude(request_ids, OUT_OF_MEMORY if no_memory else FAILED)
         cause = f"{type(error).__name__}: {error}"
         if cause not in self._causes:
             self._causes.add(cause)

@@ -13,14 +13,12 @@ from ucm.sparse.tables import ReadTables
 from ucm.sparse.topk.codes import ranked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.codes import KeyCodes
 
 
 @dataclass(frozen=True)
@@ -296,19 +294,10 @@ class RestrictedTables(ReadTables):
         if (plan.blocks != plan.blocks[0]).any():
             ends = torch.from_numpy(plan.blocks - budget.recent - budget.sinks).to(device)
             self.hidden = torch.arange(self.candidates.shape[1], device=device) >= ends[:, None]
+        #: ``[sparse]``, int64: the queries of these rows among the step's tokens.
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
-
-    def select(self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what a layer reads; see `choose`.
-
-        Args:
-            made: The layer's representatives.
-            query: ``[num_tokens, num_heads, head_size]``: the queries of the step.
-            sum_over_ranks: See `AttentionView.sum_over_ranks`.
-        """
-        return self.choose(sum_over_ranks(made.shares(query[self.tokens], self.candidates, self.hidden)))
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return what a layer reads: sinks, the best candidates in the order of their positions, recent blocks.

@@ -103,9 +103,6 @@ class AscendBackend(PagedBackend):
             self._copied = attn_metadata, seq_lens, copy
         return self._copied[2]
 
-    def _keys(self, layer: Any, kv_cache: Any) -> Tensor:
-        return self._planes(layer, kv_cache)[0]
-
     def _planes(self, layer: Any, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``: one tensor, or one for each."""
         wanted = (layer.num_kv_heads, layer.head_size)

@@ -170,22 +170,18 @@ class PagedBackend(KeysInPlace):
         )
         return output, sums.t()
 
-    def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
-        keys = self._keys(layer, kv_cache)
-        if len(kv_cache.shape) == 4:  # noqa: PLR2004 - halves of each head
-            return keys, kv_cache.transpose(1, 2)[..., layer.head_size :]
-        return keys, kv_cache[1] if kv_cache.shape[0] == 2 else kv_cache[:, 1]  # noqa: PLR2004
-
     def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
-        keys = keys_of(kv_cache, layer.num_kv_heads, layer.head_size)
-        if keys is None:
+        return self._planes(layer, kv_cache)[0]
+
+    def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        planes = planes_of(kv_cache, layer.num_kv_heads, layer.head_size)
+        if planes is None:
             raise SparseMethodError(
                 f"KV caches of the shape {tuple(kv_cache.shape)} are not known",
                 where=f"{type(layer.impl).__name__}, {layer.num_kv_heads} KV heads of {layer.head_size}",
                 fix=choose_backend(),
             )
-        return keys
+        return planes
 
 
 def _flash_attention(layer: Any) -> Any:
@@ -240,8 +236,8 @@ def rows_of(
     return torch.cat((block_table, rows)), torch.cat((seq_lens, attn_metadata.seq_lens[-extra:])), {}
 
 
-def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | None:
-    """Return a view of the keys, ``[num_blocks, block_size, num_kv_heads, head_size]``, or None for another layout.
+def planes_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor] | None:
+    """Return views of keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``; None if unknown.
 
     Known layouts, by their logical dimensions: keys and values as two planes, in the dimension before or after the
     blocks (FlashAttention and Triton up to 0.25), or as the two halves of each head (both from 0.26 on). The order in
@@ -249,7 +245,8 @@ def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | Non
     """
     shape = tuple(kv_cache.shape)
     if len(shape) == 5 and shape[3:] == (num_kv_heads, head_size) and (shape[0] == 2) != (shape[1] == 2):  # noqa: PLR2004 - planes
-        return kv_cache[0] if shape[0] == 2 else kv_cache[:, 0]  # noqa: PLR2004
+        return (kv_cache[0], kv_cache[1]) if shape[0] == 2 else (kv_cache[:, 0], kv_cache[:, 1])  # noqa: PLR2004
     if len(shape) == 4 and shape[1] == num_kv_heads and shape[3] == 2 * head_size:  # noqa: PLR2004
-        return kv_cache.transpose(1, 2)[..., :head_size]
+        by_token = kv_cache.transpose(1, 2)
+        return by_token[..., :head_size], by_token[..., head_size:]
     return None
