@@ -58,7 +58,7 @@ from ucm.compat import (
 from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import QuerySplit
-from ucm.sparse.base import SparseMethod
+from ucm.sparse.outcomes import CountingMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -257,6 +257,27 @@ class _OwnNames:
         return of._replace(extra_keys=(of.extra_keys, self._secret))  # 0.10.1: a named tuple with the hash's parts
 
 
+class DensePrompts(CountingMethod):
+    """A method whose prompts are always dense: no other request finds the blocks that follow them."""
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """Return True."""
+        del options
+        return True
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """Return the prompt's tokens."""
+        del options
+        return num_prompt_tokens
+
+    def before_allocation(self, request: Any) -> bool:
+        """Keep generated blocks from being hit by prompts."""
+        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
+        return super().before_allocation(request)
+
+
 class ReleasedBlocks:
     """Tracks, for the requests of one scheduler, up to where their blocks are released.
 
@@ -406,7 +427,7 @@ NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER"
 Releases = TypeVar("Releases", bound=ReleasedBlocks)
 
 
-class ReleasingMethod(SparseMethod, Generic[Releases]):
+class ReleasingMethod(CountingMethod, Generic[Releases]):
     """Releases blocks in ``before_allocation``, and has requests computed again that have lost blocks.
 
     Attributes:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -26,10 +25,11 @@ from pydantic import Field, model_validator
 from ucm.logger import get_logger
 from ucm.rotary import turned
 from ucm.sparse.attention import Merged
-from ucm.sparse.base import SparseMethod, not_asked
+from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
+from ucm.sparse.outcomes import CountingMethod
 from ucm.sparse.window_kernel import SLOWLY, by_tile, parts_of, window_kernel
 
 if TYPE_CHECKING:
@@ -201,28 +201,23 @@ class LeakyReRoPEOptions(ReRoPEOptions):
         return self.leak
 
 
-class ReRoPE(SparseMethod):
+class ReRoPE(CountingMethod):
     """Merges attention over a window and over the keys before it; see the module.
 
     Attributes:
         counts: ``steps`` with tokens beyond the window, these ``tokens``, those of them that were ``compiled``, the
             ``rows`` that they were of, and ``keys_turned`` in a layer.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     attention: PartsView
     options_type: ClassVar[type[ReRoPEOptions]] = ReRoPEOptions
+    _options: ReRoPEOptions
     needed_hooks = NEEDED
     serves_drafts = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        self._name = type(self).__name__
-        self._options = parse_options(self.options_type, self._name, options)
         self._leak = self._options.tokens_per_distance()
-        self.counts: Counter[str] = Counter()
         self._step: BeyondWindow | None = None
         self._asked = False
         #: Of each metadata object of the step, old or new, the dense one (so that its id stays its own) and the new.
@@ -247,10 +242,6 @@ class ReRoPE(SparseMethod):
             f"distances reach {found.window}{grows}: the model must have been trained with more",
             "all requests are served alike: none can ask to be dense (ucm_sparse: false)",
         ]
-
-    def worker_started(self) -> None:
-        """Refuse an unsupported engine."""
-        self.attention.require_engine(drafts=self.serves_drafts)
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse a layer that cannot be served; compile its kernel as soon as its cache is there, for no request."""
@@ -316,13 +307,11 @@ class ReRoPE(SparseMethod):
             return
         if not self._asked:
             raise not_asked(self._name)
-        self.counts["steps"] += 1
         self.counts["rows"] += len(step.pieces.rows)
         self.counts["tokens"] += len(step)
         self.counts["compiled"] += len(step.divided[0]) if all(self._kernels.values() or [None]) else 0
         self.counts["keys_turned"] += int((step.pieces.ends - self._options.window).sum())
-        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+        self._count_step()
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`; all layers do the same."""

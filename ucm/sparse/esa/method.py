@@ -38,12 +38,12 @@ from ucm.config.settings import StoreSettings
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.base import not_asked
-from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
+from ucm.sparse.blocks import DensePrompts, ReleasingMethod, SinksAndWindow
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import OffloadedReleases, tell_loss
 from ucm.sparse.esa.resident import NOT_ADMITTED, OffloadedContext, reading
-from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
-from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.options import MethodOptions, refuse_asked, tokens
+from ucm.sparse.outcomes import RESTRICTED, SHORT
 from ucm.sparse.tables import ReadTables
 from ucm.sparse.topk.codes import KeyCodes, ranked
 from ucm.store.config import default_offload_directory
@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from ucm.sparse.base import Role
     from ucm.sparse.esa.offload_store import Fetch
     from ucm.sparse.esa.offloaded import OffloadedNews, Released
-
-NAME = "ESA"
 
 
 def default_store() -> StoreSettings:
@@ -118,7 +116,7 @@ class _Row:
         return self.offloaded.first + self.offloaded.stored
 
 
-class ESA(ReleasingMethod[OffloadedReleases]):
+class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
     """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
 
     Attributes:
@@ -126,21 +124,16 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             all layers, ``fetched`` into resident blocks, ``copied_out``, and ``requests_<outcome>``; see
             `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on choosing, and on waiting for loads.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     attention: CopyingView
     options_type = ESAOptions
+    _options: ESAOptions
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any], *, clock: Clock = SYSTEM) -> None:
         super().__init__(vllm_config, role, options)
         self._clock = clock
-        self._options = parse_options(ESAOptions, NAME, options)
         self._window = self._options.window(self.tile)
-        self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts)
         self.select_seconds = 0.0
         #: The layers and their KV caches.
         self._caches: dict[str, Tensor] = {}
@@ -153,18 +146,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         self._rows: list[_Row] = []
         #: The step's tables, with the metadata and the numbers of named blocks from which they were made.
         self._tables: tuple[Any, Sequence[int], ReadTables] | None = None
-
-    @classmethod
-    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """Return True."""
-        del options
-        return True
-
-    @classmethod
-    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """Return the prompt's tokens, which are always dense."""
-        del options
-        return num_prompt_tokens
 
     # Scheduler side
 
@@ -182,11 +163,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             return num_new_tokens
         return max(1, prompt - num_computed_tokens)
 
-    def before_allocation(self, request: Any) -> bool:
-        """Keep generated blocks from being hit by prompts, and free blocks."""
-        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
-        return super().before_allocation(request)
-
     def asks_workers(self) -> tuple[str, str]:
         """Ask the workers whether they can report losses to a file, and tell them the name of this engine start."""
         return self._blocks.losses.path, self._blocks.engine
@@ -200,7 +176,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a store that fails to open; a store that does not answer is accepted."""
-        self.attention.require_engine()
+        super().worker_started()
         if optional(self.vllm_config, "cache_config.block_size"):
             _ = self._budget  # refuse one that leaves no block
         config = self._options.store.as_store_config()
@@ -215,7 +191,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             get_logger(__name__).warning(
                 "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, released blocks "
                 "stay in host memory",
-                NAME,
+                self._name,
                 config.stuck_seconds,
                 ", ".join(config.roots) or config.pipeline,
             )
@@ -277,15 +253,13 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             self._offloaded[batch.request_ids[row]] = offloaded
             self._rows.append(_Row(row, int(ends[row]) - 1, offloaded, int(choosing[row])))
         if self._rows:
-            self.counts["steps"] += 1
             self.counts["rows"] += len(self._rows)
-            self._outcomes.restrict(batch.request_ids[of.row] for of in self._rows)
+            self._outcomes.count((batch.request_ids[of.row] for of in self._rows), RESTRICTED)
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
-        del runner
         ended = list(request_ids)
-        self._outcomes.finish(ended)
+        super().requests_finished(runner, ended)
         for request_id in ended:
             self._forget_unreleased(request_id)
 
@@ -309,9 +283,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         del runner, scheduler_output, model_output
         rows, self._rows, tables, self._tables = self._rows, [], self._tables, None
         if rows and tables is None:
-            raise not_asked(NAME)
-        if rows and self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+            raise not_asked(self._name)
+        if rows:
+            self._count_step()
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`; of the tokens between sinks and window, and of rows that read them by name."""
@@ -330,7 +304,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         """What was done until now, in one line."""
         counts, stored = self.counts, self._store.counts if self._store else Counter[str]()
         return (
-            f"ESA restricted {counts['rows']} rows in {counts['steps']} steps: {counts['blocks_read']} of "
+            f"{self._name} restricted {counts['rows']} rows in {counts['steps']} steps: {counts['blocks_read']} of "
             f"{counts['blocks_stored']} offloaded blocks read, {counts['fetched']} fetched, {stored['loaded']} of them "
             f"from the store; {stored['saved']} blocks saved, {stored['kept']} kept in host memory, "
             f"{stored['lost']} lost"
@@ -485,7 +459,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         if blocks < 1:
             raise ConfigError(
                 f"a budget of {self._options.token_budget} tokens leaves no block of {self._size} to bring back",
-                where=f"ucm_sparse_config.{NAME}.token_budget",
+                where=f"ucm_sparse_config.{self._name}.token_budget",
                 fix=f"set it to {self._size} or more, or start vLLM with a smaller --block-size",
             )
         return blocks

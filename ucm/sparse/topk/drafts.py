@@ -26,7 +26,6 @@ from ucm.clock import SYSTEM
 from ucm.compat import drafts_spoil_sampling, optional
 from ucm.errors import SparseMethodError
 from ucm.sparse.attention import StepBatch
-from ucm.sparse.options import parse_options
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
 
@@ -97,6 +96,7 @@ class SparseDrafts(BlockTopK):
     """
 
     options_type = SparseDraftsOptions
+    _options: SparseDraftsOptions
     needed_hooks = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER")
     serves_latent = False
     serves_hybrids = False
@@ -109,8 +109,7 @@ class SparseDrafts(BlockTopK):
         self._greedy_only = drafts_spoil_sampling(vllm_config)
         self._sampling: bool | None = False  #: whether any request does; on the scheduler's side None: to be found out
         self._requests: Mapping[str, Any] = {}  #: the scheduler's
-        always = parse_options(self.options_type, self._name, options).drafting == "always"
-        self._payoff = Payoff(self._most, SYSTEM.monotonic, always=always)
+        self._payoff = Payoff(self._most, SYSTEM.monotonic, always=self._options.drafting == "always")
         self._step: StepBatch | None = None  #: the engine's running step
         self._made: Mapping[str, int] = {}  #: the drafts that were made before it
         self._drafting = False

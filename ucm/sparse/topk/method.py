@@ -13,7 +13,6 @@ scheduler's side limits the tokens of an answer in a step.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -27,10 +26,10 @@ from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, SparseMethod, not_asked
-from ucm.sparse.blocks import NEEDED, keep_apart
+from ucm.sparse.base import Role, not_asked
+from ucm.sparse.blocks import NEEDED, DensePrompts
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
-from ucm.sparse.outcomes import FAILED, OPTED_OUT, OUT_OF_MEMORY, OUTCOMES, REFUSED, RequestOutcomes
+from ucm.sparse.outcomes import FAILED, OPTED_OUT, OUT_OF_MEMORY, OUTCOMES, REFUSED, RESTRICTED
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
@@ -79,7 +78,7 @@ class BlockTopKOptions(MethodOptions):
     sample_every: int = Field(default=EVERY, ge=1, description="a number of choices, 1 or more")
 
 
-class BlockTopK(SparseMethod):
+class BlockTopK(DensePrompts):
     """Restricts each decode to the blocks to which its query attends most, according to their representatives.
 
     The worker side selects blocks. A step whose requests fit into their budgets costs a comparison of their
@@ -90,12 +89,10 @@ class BlockTopK(SparseMethod):
             restricted layer, ``representatives`` made, ``failures``, and ``requests_<outcome>``; see
             `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on selection.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
+    _options: BlockTopKOptions
     needed_hooks: ClassVar[tuple[str, ...]] = NEEDED  # the scheduler's keep generated blocks from prompt hits
     serves_latent = True
     serves_drafts = True
@@ -103,8 +100,6 @@ class BlockTopK(SparseMethod):
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        self._name = type(self).__name__
-        self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
         self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
         #: The layers with a sliding window of their own.
@@ -123,22 +118,8 @@ class BlockTopK(SparseMethod):
         self._dense: set[str] = set()  #: the requests that stay dense
         self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
-        self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts)
         self._samples = AttentionSamples(self._options.sample_every)
         self.select_seconds = 0.0
-
-    @classmethod
-    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """Return True."""
-        del options
-        return True
-
-    @classmethod
-    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """Return the prompt's tokens, which are always dense."""
-        del options
-        return num_prompt_tokens
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Make a step compute so few tokens of an answer that none chooses among blocks that the step completes.
@@ -166,14 +147,9 @@ class BlockTopK(SparseMethod):
             found = max(found, int(optional(config, "cache_config.block_size") or 1) - 1)
         return max(found, int(optional(config, "speculative_config.num_speculative_tokens") or 0))
 
-    def before_allocation(self, request: Any) -> bool:
-        """Keep generated blocks from being hit by prompts; do not change the allocation."""
-        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
-        return True
-
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine(latent=self.serves_latent, drafts=self.serves_drafts, hybrid=self.serves_hybrids)
+        super().worker_started()
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
@@ -285,9 +261,8 @@ class BlockTopK(SparseMethod):
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
-        del runner
         ended = list(request_ids)
-        self._outcomes.finish(ended)
+        super().requests_finished(runner, ended)
         for request_id in ended:
             self._dense.discard(request_id)
             self._steered.discard(request_id)
@@ -336,11 +311,9 @@ class BlockTopK(SparseMethod):
         if plan is None:
             return
         self._tables = None
-        self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)
-        self._outcomes.restrict(plan.request_ids)
-        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-            self._logger.info("[UCM.Sparse] %s", self.summary())
+        self._outcomes.count(plan.request_ids, RESTRICTED)
+        self._count_step()
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`."""
@@ -408,13 +381,13 @@ class BlockTopK(SparseMethod):
             if options is not None and options != RequestOptions():
                 planner.give(request_id, self._budget(planner.budget.block_size, options))
         except ConfigError as error:
-            self._outcomes.exclude([request_id], REFUSED)
+            self._outcomes.count([request_id], REFUSED)
             self.complaints.tell(request_id, error, "it is dense")
             self._dense.add(request_id)
         else:
             if options is not None:
                 return
-            self._outcomes.exclude([request_id], OPTED_OUT)
+            self._outcomes.count([request_id], OPTED_OUT)
             self._dense.add(request_id)
 
     def _make_missing(self, missing: MissingBlocks, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> None:
@@ -446,7 +419,7 @@ class BlockTopK(SparseMethod):
         self._plan = self._missing = None
         self.counts["failures"] += 1
         no_memory = type(error).__name__ == "OutOfMemoryError"
-        self._outcomes.exclude(request_ids, OUT_OF_MEMORY if no_memory else FAILED)
+        self._outcomes.count(request_ids, OUT_OF_MEMORY if no_memory else FAILED)
         cause = f"{type(error).__name__}: {error}"
         if cause not in self._causes:
             self._causes.add(cause)
