@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, require_restrictable, rows_of
+from ucm.integration.vllm.sparse.requirements import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,12 +64,8 @@ class AscendBackend(PagedBackend):
         """The metadata with other blocks to read."""
         del max_seq_len  # the kernels find it in the list
         require_restrictable(attn_metadata)
-        if optional(layer.impl, "enable_hamming_sparse", False):
-            raise SparseMethodError(
-                "vLLM Ascend chooses the blocks of this layer itself",
-                where=f"{IMPLEMENTATION}.enable_hamming_sparse",
-                fix="switch one of the two off",
-            )
+        itself = {"vLLM Ascend chooses the blocks of this layer itself": optional(layer.impl, "enable_hamming_sparse")}
+        refuse(itself, f"{IMPLEMENTATION}.enable_hamming_sparse", "switch one of the two off")
         on_host = self._on_host(attn_metadata, seq_lens)
         table, lens, queries = rows_of(attn_metadata, block_table, on_host, split)
         changes: dict[str, Any] = {TABLE: table, "seq_lens": lens, "seq_lens_list": lens.tolist(), **queries}

@@ -12,8 +12,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
-from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse.paged import KeysInPlace
+from ucm.integration.vllm.sparse.requirements import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,12 +63,8 @@ class LatentBackend(KeysInPlace):
         """Return the metadata with other blocks for its decodes to read."""
         del layer
         require_restrictable(attn_metadata)
-        if split is not None:
-            raise SparseMethodError(
-                "the tokens of a prompt cannot read different blocks with latent attention",
-                where=type(attn_metadata).__name__,
-                fix=OTHER,
-            )
+        divided = "the tokens of a prompt cannot read different blocks with latent attention"
+        refuse({divided: split is not None}, type(attn_metadata).__name__)
         count = attn_metadata.num_decodes
         decode = dataclasses.replace(
             attn_metadata.decode, block_table=block_table[:count].contiguous(), seq_lens=seq_lens[:count]
@@ -102,8 +98,9 @@ def require_restrictable(attn_metadata: Any) -> None:
     Raises:
         SparseMethodError: If a decode has several tokens, or the attention is not causal.
     """
-    name = type(attn_metadata).__name__
-    if attn_metadata.num_decodes != attn_metadata.num_decode_tokens:
-        raise SparseMethodError("a decode of latent attention has several tokens", where=name, fix=OTHER)
-    if optional(attn_metadata, "causal", True) is not True:
-        raise SparseMethodError("the attention of this step is not causal", where=name, fix=OTHER)
+    several = attn_metadata.num_decodes != attn_metadata.num_decode_tokens
+    obstacles = {
+        "a decode of latent attention has several tokens": several,
+        "the attention of this step is not causal": optional(attn_metadata, "causal", True) is not True,
+    }
+    refuse(obstacles, type(attn_metadata).__name__)

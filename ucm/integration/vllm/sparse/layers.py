@@ -96,8 +96,7 @@ class Rotaries:
 
 def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) -> None:
     where = f"layer {layer_name}"
-    if module is None:
-        raise SparseMethodError("no rotary embedding was found for the layer", where=where, fix=ELSEWHERE)
+    requirements.refuse({"no rotary embedding was found for the layer": module is None}, where, ELSEWHERE)
     kind = type(module).__name__
     table = rotary_table(module)
     if kind != PLAIN or table is None:
@@ -108,12 +107,8 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
             fix="serve this model without this method, or with its plain rotary embedding (no rope_scaling, or "
             "rope_parameters of the rope_type default, in --hf-overrides)",
         )
-    if NORM_BEHIND.search(_source(owner)):
-        raise SparseMethodError(
-            "the layer normalises its keys after their rotation, which then cannot be undone",
-            where=where,
-            fix=ELSEWHERE,
-        )
+    normed = "the layer normalises its keys after their rotation, which then cannot be undone"
+    requirements.refuse({normed: NORM_BEHIND.search(_source(owner))}, where, ELSEWHERE)
     longest = int(model_config.max_model_len)
     if table.shape[0] < longest:
         raise SparseMethodError(
@@ -151,12 +146,8 @@ def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
     angles = torch.arange(min(CHECKED, table.shape[0]))[:, None] * frequencies
     wanted = torch.cat((angles.cos(), angles.sin()), dim=-1)
     off = float((table[: len(wanted)].float().cpu() - wanted).abs().max())
-    if not off < TOLERANCE:
-        raise SparseMethodError(
-            f"the rotary embedding's table is not that of its base, {module.base}: it is off by {off:.3g}",
-            where=where,
-            fix=ELSEWHERE,
-        )
+    other = f"the rotary embedding's table is not that of its base, {module.base}: it is off by {off:.3g}"
+    requirements.refuse({other: not off < TOLERANCE}, where, ELSEWHERE)
     return frequencies.to(table.device)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import choose_backend, optional
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.sparse.requirements import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,15 +207,12 @@ def require_restrictable(attn_metadata: Any) -> None:
     Raises:
         SparseMethodError: If a mask depends on positions, there is another table, or the attention is not causal.
     """
-    name = type(attn_metadata).__name__
-    obstacles = {field: optional(attn_metadata, field) is not None for field in OTHER_READERS}
-    for field, there in (obstacles | {"causal": optional(attn_metadata, "causal", True) is not True}).items():
-        if there:
-            raise SparseMethodError(
-                "the attention of this step is not causal, or reads more than a block table says",
-                where=f"{name}.{field}",
-                fix="serve this model without ucm_sparse_config",
-            )
+    found = [field for field in OTHER_READERS if optional(attn_metadata, field) is not None]
+    obstacles = {
+        "the attention of this step reads more than a block table says": found,
+        "the attention of this step is not causal": optional(attn_metadata, "causal", True) is not True,
+    }
+    refuse(obstacles, ".".join([type(attn_metadata).__name__, *found]))
 
 
 def rows_of(

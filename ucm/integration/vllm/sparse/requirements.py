@@ -104,7 +104,7 @@ def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
         "position biases (ALiBi) need every token at its own distance": optional(impl, "alibi_slopes") is not None,
         "the layer reads the KV cache of another": optional(layer, "kv_sharing_target_layer_name") is not None,
     }
-    _refuse(obstacles, f"layer {layer_name}")
+    refuse(obstacles, f"layer {layer_name}")
 
 
 def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) -> list[str]:
@@ -142,12 +142,9 @@ def require_plain_keys(layer_name: str, layer: Any) -> None:
         SparseMethodError: If it does.
     """
     stored = optional(layer, "kv_cache_dtype", "auto")
-    if stored not in PLAIN_KEYS:
-        raise SparseMethodError(
-            f"keys stored as {stored!r} cannot be read back",
-            where=f"layer {layer_name}, kv_cache_dtype",
-            fix="start vLLM with --kv-cache-dtype auto, or use a method that reads no keys",
-        )
+    obstacles = {f"keys stored as {stored!r} cannot be read back": stored not in PLAIN_KEYS}
+    fix = "start vLLM with --kv-cache-dtype auto, or use a method that reads no keys"
+    refuse(obstacles, f"layer {layer_name}, kv_cache_dtype", fix)
 
 
 def require_plain_scores(layer_name: str, layer: Any) -> None:
@@ -161,14 +158,14 @@ def require_plain_scores(layer_name: str, layer: Any) -> None:
         f"the layer caps its scores, at {cap}": cap,
         "the layer has learned sinks among its scores": optional(layer.impl, "sinks") is not None,
     }
-    _refuse(obstacles, f"layer {layer_name}", "serve this model without this method")
+    refuse(obstacles, f"layer {layer_name}", "serve this model without this method")
 
 
 def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> None:
     model = vllm_config.model_config
     mixed = optional(model, "is_hybrid", False)
     runs = optional(model, "runner_type", "generate")
-    _refuse(
+    refuse(
         {"sparse methods serve text generation only": runs not in {"generate", "auto", "draft"}},
         f"runner_type {runs!r}",
     )
@@ -187,7 +184,7 @@ def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> None:
             mixed and model.use_mla
         ),
     }
-    _refuse(obstacles, f"model {model.model!r}")
+    refuse(obstacles, f"model {model.model!r}")
 
 
 def _of_drafts(vllm_config: Any, *, served: bool) -> None:
@@ -211,7 +208,7 @@ def _of_drafts(vllm_config: Any, *, served: bool) -> None:
         f"{limit_of_drafts(served=True)}, not by {method!r}": method not in DRAFTS,
         f"{unrun} on vLLM Ascend": "vllm_ascend" in sys.modules,
     }
-    _refuse(obstacles, "speculative_config", WITHOUT_DRAFTS)
+    refuse(obstacles, "speculative_config", WITHOUT_DRAFTS)
     if optional(vllm_config, "scheduler_config.async_scheduling", False):
         raise SparseMethodError(
             "with asynchronous scheduling, vLLM starts a step before it knows which drafts the last one accepted",
@@ -263,11 +260,15 @@ def _of_platform(vllm_config: Any) -> None:
                 fix=f"start vLLM without {name}, or without ucm_sparse_config",
             )
     differs = {"sparse methods do not serve the Ascend 310P, whose KV cache and attention differ": is_ascend_310p()}
-    _refuse(differs, "vllm_ascend.utils", "serve on another NPU, or without ucm_sparse_config")
+    refuse(differs, "vllm_ascend.utils", "serve on another NPU, or without ucm_sparse_config")
 
 
-def _refuse(obstacles: Mapping[str, Any], where: str, fix: str = "serve this model without ucm_sparse_config") -> None:
-    """Refuse an engine, a model or a layer for the first obstacle that it has."""
+def refuse(obstacles: Mapping[str, Any], where: str, fix: str = "serve this model without ucm_sparse_config") -> None:
+    """Refuse an engine, a model, a layer or a step for the first obstacle that it has.
+
+    Raises:
+        SparseMethodError: If it has one.
+    """
     for what, there in obstacles.items():
         if there:
             raise SparseMethodError(what, where=where, fix=fix)
