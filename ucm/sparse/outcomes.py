@@ -12,6 +12,7 @@ from ucm.sparse.options import MethodOptions, parse_options
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from ucm.errors import ConfigError
     from ucm.sparse.base import Role
 
 RESTRICTED = "restricted"  #: a step of it read less than its context
@@ -87,6 +88,12 @@ class CountingMethod(SparseMethod):
         """Drop the state of ended requests."""
         del runner
         self._outcomes.finish(request_ids)
+
+    def _leave_dense(self, request_id: str, error: ConfigError | None = None) -> None:
+        """Count a request that is dense because it asks for it, or because of an error in its options."""
+        self._outcomes.count([request_id], OPTED_OUT if error is None else REFUSED)
+        if error is not None:
+            self.complaints.tell(request_id, error, "it is dense")
 
     def summary(self) -> str:
         """Return the counters so far, in one line."""

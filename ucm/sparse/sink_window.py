@@ -187,9 +187,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
             dense, error = _asks_dense(asked)
             if dense:
                 self._dense.add(request_id)
-                self._outcomes.count([request_id], OPTED_OUT if error is None else REFUSED)
-            if error is not None:
-                self.complaints.tell(request_id, error, "it is dense")
+                self._leave_dense(request_id, error)
         if not self._dense:
             return batch
         dense_rows = np.array([of in self._dense for of in batch.request_ids], np.bool_)

@@ -29,10 +29,11 @@ from ucm.sparse.attention import KEY
 from ucm.sparse.base import Role, not_asked
 from ucm.sparse.blocks import NEEDED, DensePrompts
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
-from ucm.sparse.outcomes import FAILED, OPTED_OUT, OUT_OF_MEMORY, OUTCOMES, REFUSED, RESTRICTED
+from ucm.sparse.outcomes import FAILED, OUT_OF_MEMORY, OUTCOMES, RESTRICTED
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
+    WORTHWHILE,
     BlockBudget,
     MissingBlocks,
     RestrictedTables,
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-
-#: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
-#: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
-WORTHWHILE = 6_144
 
 
 class BlockTopKOptions(MethodOptions):
@@ -102,8 +99,6 @@ class BlockTopK(DensePrompts):
         super().__init__(vllm_config, role, options)
         self._logger = get_logger(__name__)
         self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
-        #: The layers with a sliding window of their own.
-        self._windowed: set[str] = set()
         #: The layers that steps restrict.
         self._restricted: dict[str, None] = {}
         self._planner: SelectionPlanner | None = None
@@ -158,7 +153,7 @@ class BlockTopK(DensePrompts):
     def _log_shortest(self, budget: BlockBudget) -> None:
         """Log from which length on requests are restricted; warn if this engine serves none of this length."""
         tokens = np.array([budget.total * budget.block_size], np.int64)
-        least = int(dense_tokens(tokens, self._options.min_context, WORTHWHILE)[0]) + 1
+        least = int(dense_tokens(tokens, self._options.min_context)[0]) + 1
         longest: int | None = optional(self.vllm_config, "model_config.max_model_len")
         if longest is None or least <= longest:
             self._logger.info("[UCM.Sparse] %s restricts requests from %d tokens on (min_context)", self._name, least)
@@ -194,9 +189,7 @@ class BlockTopK(DensePrompts):
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer; one that reads only a window anyway stays as it is."""
-        if self.attention.has_window(layer_name):
-            self._windowed.add(layer_name)
-        else:
+        if not self.attention.has_window(layer_name):
             restricted = not self._is_dense(layer_name)
             self.attention.require(layer_name, reads_keys=restricted)
             if restricted:
@@ -256,7 +249,7 @@ class BlockTopK(DensePrompts):
                     "is set), or restrict fewer layers (dense_layers)",
                 ) from error
         if block_size:
-            self._planner = SelectionPlanner(self._budget(block_size), self._options.min_context, WORTHWHILE)
+            self._planner = SelectionPlanner(self._budget(block_size), self._options.min_context)
             self._logger.info("[UCM.Sparse] %s: summaries of blocks take %s", self._name, format_size(allocated))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
@@ -381,14 +374,12 @@ class BlockTopK(DensePrompts):
             if options is not None and options != RequestOptions():
                 planner.give(request_id, self._budget(planner.budget.block_size, options))
         except ConfigError as error:
-            self._outcomes.count([request_id], REFUSED)
-            self.complaints.tell(request_id, error, "it is dense")
+            self._leave_dense(request_id, error)
             self._dense.add(request_id)
         else:
-            if options is not None:
-                return
-            self._outcomes.count([request_id], OPTED_OUT)
-            self._dense.add(request_id)
+            if options is None:
+                self._leave_dense(request_id)
+                self._dense.add(request_id)
 
     def _make_missing(self, missing: MissingBlocks, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> None:
         """Make the representatives of blocks from the cache."""
@@ -453,8 +444,6 @@ class BlockTopK(DensePrompts):
         return budget
 
     def _is_dense(self, layer_name: str) -> bool:
-        if layer_name in self._windowed:
-            return True
         number = re.search(r"\.(\d+)\.", layer_name)
         return number is not None and int(number[1]) < self._options.dense_layers
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import StepBatch
 
+#: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
+#: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
+WORTHWHILE = 6_144
+
 
 @dataclass(frozen=True)
 class BlockBudget:
@@ -116,9 +120,9 @@ class SelectionPlan:
     seq_lens: NDArray[np.int32]
 
 
-def dense_tokens(tokens: NDArray[np.int64], min_context: int | None, worthwhile: int) -> NDArray[np.int64]:
+def dense_tokens(tokens: NDArray[np.int64], min_context: int | None) -> NDArray[np.int64]:
     """Return the largest number of tokens with which requests are dense, by their budgets in tokens."""
-    least = tokens + worthwhile if min_context is None else min_context
+    least = tokens + WORTHWHILE if min_context is None else min_context
     found: NDArray[np.int64] = np.maximum(tokens, least - 1)
     return found
 
@@ -131,14 +135,13 @@ class SelectionPlanner:
 
     Args:
         budget: What a decode reads.
-        min_context: Requests with fewer tokens are dense, even if they exceed their budget; None for ``worthwhile``.
-        worthwhile: Without a ``min_context``, the tokens that a request must have beyond its own budget.
+        min_context: Requests with fewer tokens are dense, even if they exceed their budget; None for those with fewer
+            than `WORTHWHILE` beyond their own budget.
     """
 
-    def __init__(self, budget: BlockBudget, min_context: int | None = 0, worthwhile: int = 0) -> None:
+    def __init__(self, budget: BlockBudget, min_context: int | None = 0) -> None:
         self.budget = budget
         self._min_context = min_context
-        self._worthwhile = worthwhile
         self._own: dict[str, BlockBudget] = {}
         self._made: dict[str, int] = {}
 
@@ -241,7 +244,7 @@ class SelectionPlanner:
 
     def _dense_tokens(self, totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the largest number of tokens with which each request is dense, ``[num_reqs]``."""
-        return dense_tokens(totals * self.budget.block_size, self._min_context, self._worthwhile)
+        return dense_tokens(totals * self.budget.block_size, self._min_context)
 
     def _pieces(self, batch: StepBatch, dense_tokens: NDArray[np.int64]) -> QueryPieces:
         """Cut the step's rows so that each generated token that may be sparse is a piece of its own."""

@@ -93,11 +93,7 @@ def block_table(attn_metadata: Any) -> Tensor:
 
 
 def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse steps whose attention reads more than the rows of the decodes' block table.
-
-    Raises:
-        SparseMethodError: If a decode has several tokens, or the attention is not causal.
-    """
+    """Refuse steps whose attention reads more than the rows of the decodes' block table."""
     several = attn_metadata.num_decodes != attn_metadata.num_decode_tokens
     obstacles = {
         "a decode of latent attention has several tokens": several,

@@ -202,11 +202,7 @@ def metadata_class(implementation: type[Any], fields: Sequence[str] = FIELDS) ->
 
 
 def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse metadata whose kernel uses more than the rows of a block table.
-
-    Raises:
-        SparseMethodError: If a mask depends on positions, there is another table, or the attention is not causal.
-    """
+    """Refuse metadata whose kernel uses more than the rows of a block table."""
     found = [field for field in OTHER_READERS if optional(attn_metadata, field) is not None]
     obstacles = {
         "the attention of this step reads more than a block table says": found,

@@ -136,11 +136,7 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
 
 
 def require_plain_keys(layer_name: str, layer: Any) -> None:
-    """Refuse a layer with quantised keys in its cache.
-
-    Raises:
-        SparseMethodError: If it does.
-    """
+    """Refuse a layer with quantised keys in its cache."""
     stored = optional(layer, "kv_cache_dtype", "auto")
     obstacles = {f"keys stored as {stored!r} cannot be read back": stored not in PLAIN_KEYS}
     fix = "start vLLM with --kv-cache-dtype auto, or use a method that reads no keys"
@@ -148,11 +144,7 @@ def require_plain_keys(layer_name: str, layer: Any) -> None:
 
 
 def require_plain_scores(layer_name: str, layer: Any) -> None:
-    """Refuse a layer whose attention is not a plain softmax of scaled products.
-
-    Raises:
-        SparseMethodError: If it is.
-    """
+    """Refuse a layer whose attention is not a plain softmax of scaled products."""
     cap = optional(layer.impl, "logits_soft_cap")
     obstacles = {
         f"the layer caps its scores, at {cap}": cap,
