@@ -115,18 +115,17 @@ def _counted(name: str) -> Callable[..., Any]:
 
     @functools.wraps(neutral)
     def method(self: Probe, *args: Any, **keywords: Any) -> Any:
-        self._count(name)
-        return neutral(self, *args, **keywords)
-
-    @functools.wraps(neutral)
-    def traceable(self: Probe, *args: Any, **keywords: Any) -> Any:
-        import torch  # noqa: PLC0415 - the module is also imported where there is none
-
-        if not torch.compiler.is_compiling():
+        if name not in IN_MODEL or not _is_compiling():
             self._count(name)
         return neutral(self, *args, **keywords)
 
-    return traceable if name in IN_MODEL else method
+    return method
+
+
+def _is_compiling() -> bool:
+    import torch  # noqa: PLC0415 - the module is also imported where there is none
+
+    return bool(torch.compiler.is_compiling())
 
 
 for _name in HOOKS:

@@ -135,8 +135,9 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
         self._clock = clock
         self._window = self._options.window(self.tile)
         self.select_seconds = 0.0
-        #: The layers and their KV caches.
+        #: The layers' KV caches, and the keys of any block of each.
         self._caches: dict[str, Tensor] = {}
+        self._keys: dict[str, Tensor] = {}
         self._copies: BlockCopies
         self._losses = self._engine = ""
         self._store: OffloadStore | None = None
@@ -212,6 +213,8 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
 
     def layers_seen(self) -> None:
         """Refuse a backend with blocks of another size; find out how blocks are copied."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
         for name, kv_cache in self._caches.items():
             size = self.attention.block_size(name, kv_cache)
             if size != self._size:
@@ -220,6 +223,8 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
                     where=f"layer {name}",
                     fix=f"start vLLM with --block-size {size}",
                 )
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            self._keys[name] = self.attention.read_keys(name, kv_cache, any_block)
         self._copies = self.attention.block_copies(self._caches)
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
@@ -316,7 +321,7 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
 
         table = self.attention.block_table(attn_metadata)
         for row in self._rows:  # none of the blocks without codes is freed yet
-            codes, first = self._codes(row.offloaded, layer_name, kv_cache), row.offloaded.first
+            codes, first = self._codes(row.offloaded, layer_name), row.offloaded.first
             self._summarise(codes, layer_name, kv_cache, table[row.row, first + codes.size : first + row.choosing])
         # Ranked once, because all ranks must call the sum equally often, whatever one of them has lost.
         ranks = self._ranked(layer_name, query)
@@ -352,16 +357,11 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
         for some in block_ids.long().split(codes.at_once) if len(block_ids) else ():
             codes.append(self.attention.read_keys(layer_name, kv_cache, some))
 
-    def _codes(self, offloaded: OffloadedContext, layer_name: str, kv_cache: Tensor) -> KeyCodes:
+    def _codes(self, offloaded: OffloadedContext, layer_name: str) -> KeyCodes:
         """Return the codes of an offloaded context in a layer."""
-        codes = offloaded.codes.get(layer_name)
-        if codes is None:
-            import torch  # noqa: PLC0415 - vLLM brings it
-
-            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
-            codes = KeyCodes(1, self.attention.read_keys(layer_name, kv_cache, any_block))
-            offloaded.codes[layer_name] = codes
-        return codes
+        if layer_name not in offloaded.codes:
+            offloaded.codes[layer_name] = KeyCodes(1, self._keys[layer_name])
+        return offloaded.codes[layer_name]
 
     def _ranked(self, layer_name: str, query: Tensor) -> list[Tensor]:
         """Return, for each row, the ranks of its blocks by the heads of all workers; see `ranked`."""
@@ -439,7 +439,7 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
                 f"request {released.request_id}: block {released.first} does not follow the offloaded ones"
             )
         for name, cache in self._caches.items():
-            codes = self._codes(offloaded, name, cache)
+            codes = self._codes(offloaded, name)
             ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache[0].device)  # one tensor, or two
             self._summarise(codes, name, cache, ids[codes.size - offloaded.stored :])
         self._store.save(released.admission, released.first, self._copies.read(released.block_ids))
