@@ -55,9 +55,9 @@ from ucm.compat import (
     schedules_by_priority,
     tokens_per_hash,
 )
-from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import QuerySplit
+from ucm.sparse.base import refuse
 from ucm.sparse.outcomes import CountingMethod
 
 if TYPE_CHECKING:
@@ -391,32 +391,22 @@ class ReleasedBlocks:
 
 def _manager(scheduler: Any) -> Any:
     """Return the manager of the engine's only kind of KV cache."""
-    managers = cache_managers(scheduler)
-    if managers is None:
-        raise SparseMethodError(
-            "this vLLM release manages its blocks in another way", where="KVCacheManager", fix="use vLLM 0.9.1 or later"
-        )
-    if len(managers) != 1:
-        raise SparseMethodError(
-            f"blocks are released only in models with one kind of KV cache, and this model has {len(managers)}",
-            where="kv_cache_config.kv_cache_groups",
-            fix="serve this model without ucm_sparse_config",
-        )
+    found = cache_managers(scheduler)
+    other = {"this vLLM release manages its blocks in another way": found is None}
+    refuse(other, "KVCacheManager", "use vLLM 0.9.1 or later")
+    managers = found or []
+    what = f"blocks are released only in models with one kind of KV cache, and this model has {len(managers)}"
+    refuse({what: len(managers) != 1}, "kv_cache_config.kv_cache_groups")
     manager, spec = managers[0], managers[0].kv_cache_spec
     windows = ("sliding_window", "attention_chunk_size", "use_mla")
     plain = type(manager).__name__ == MANAGER and type(spec).__name__ == SPECIFICATION
-    if not plain or any(optional(spec, name) for name in windows):
-        raise SparseMethodError(
-            "blocks are released only with plain full attention",
-            where=f"{type(manager).__name__} for {spec}",
-            fix="serve this model without ucm_sparse_config",
-        )
-    if manager.block_size != spec.block_size:
-        raise SparseMethodError(
-            "the tokens of a block are spread over ranks (context parallelism)",
-            where=f"blocks of {manager.block_size} tokens, {spec.block_size} of them on each rank",
-            fix="run without context parallelism, or without ucm_sparse_config",
-        )
+    restricted = not plain or any(optional(spec, name) for name in windows)
+    refuse({"blocks are released only with plain full attention": restricted}, f"{type(manager).__name__} for {spec}")
+    refuse(
+        {"the tokens of a block are spread over ranks (context parallelism)": manager.block_size != spec.block_size},
+        f"blocks of {manager.block_size} tokens, {spec.block_size} of them on each rank",
+        "run without context parallelism, or without ucm_sparse_config",
+    )
     return manager
 
 

@@ -393,20 +393,15 @@ class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
         fetches = []
         for row, of_row in zip(self._rows, chosen, strict=True):
             released = [place for place in of_row if place < row.freed]
-            missing = row.offloaded.layers[layer_name].missing(released)
-            if missing:
-                fetches.append((row.offloaded, *self._fetch(layer_name, row.offloaded, missing, released)))
+            offloaded, layer = row.offloaded, row.offloaded.layers[layer_name]
+            missing = layer.missing(released)
+            if missing:  # all loads begin before the first is waited for
+                slots = layer.assign(missing, released, len(offloaded.resident))
+                places = [(offloaded.admission, place) for place in missing]
+                fetch = self._opened.fetch(self._index(layer_name), places)
+                fetches.append((offloaded, fetch, [offloaded.resident[slot] for slot in slots]))
         arrived = [self._place(layer_name, *of) for of in fetches]
         return all(arrived)
-
-    def _fetch(
-        self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
-    ) -> tuple[Fetch, list[int]]:
-        """Start to load missing places into host memory; return the load, and the resident block of each place."""
-        index, places = self._index(layer_name), [(offloaded.admission, place) for place in missing]
-        resident = offloaded.resident
-        slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
-        return self._opened.fetch(index, places), [resident[slot] for slot in slots]
 
     def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, blocks: Sequence[int]) -> bool:
         """Wait for a load, and copy it into resident blocks; return whether all blocks arrived."""

@@ -24,8 +24,8 @@ from pydantic import Field
 
 from ucm.clock import SYSTEM
 from ucm.compat import drafts_spoil_sampling, optional
-from ucm.errors import SparseMethodError
 from ucm.sparse.attention import StepBatch
+from ucm.sparse.base import refuse
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
 
@@ -147,18 +147,16 @@ class SparseDrafts(BlockTopK):
     def worker_started(self) -> None:
         """Refuse an engine that does not draft with `DRAFTER`, or whose forwards need more than a token per request."""
         speculative = optional(self.vllm_config, "speculative_config")
-        if optional(speculative, "method") != CUSTOM or optional(speculative, "model") != DRAFTER:
-            raise SparseMethodError(
-                "SparseDrafts restricts the drafts of its own proposer only",
-                where=f"speculative_config: {optional(speculative, 'method')!r}, {optional(speculative, 'model')!r}",
-                fix=f"start vLLM with {HOW}, or without ucm_sparse_config",
-            )
+        proposer = optional(speculative, "method"), optional(speculative, "model")
+        refuse(
+            {"SparseDrafts restricts the drafts of its own proposer only": proposer != (CUSTOM, DRAFTER)},
+            f"speculative_config: {proposer}",
+            f"start vLLM with {HOW}, or without ucm_sparse_config",
+        )
         for what, where in UNSERVED.items():
             found = optional(self.vllm_config, where)
-            if found is True or (found and found != 1):
-                raise SparseMethodError(
-                    f"SparseDrafts does not serve {what}", where=f"{where} = {found!r}"[:200], fix=WITHOUT
-                )
+            there = found is True or (found and found != 1)
+            refuse({f"SparseDrafts does not serve {what}": there}, f"{where} = {found!r}"[:200], WITHOUT)
         if self._greedy_only:
             self._logger.info(
                 "[UCM.Sparse] %s drafts nothing while a request samples (temperature): this vLLM would then give wrong "
@@ -174,13 +172,12 @@ class SparseDrafts(BlockTopK):
         number of drafts depends on that of the requests.
         """
         connector = optional(scheduler, "connector")
-        if connector is not None and not type(connector).__module__.startswith("ucm."):
-            raise SparseMethodError(
-                "a KV connector is told of the layers of draft steps, too, and another one than UCM's may save the KV "
-                "of drafts",
-                where=f"kv_transfer_config: {type(connector).__name__}",
-                fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
-            )
+        other = connector is not None and not type(connector).__module__.startswith("ucm.")
+        refuse(
+            {"a KV connector that is not UCM's may save the KV of drafts: it is told of their layers, too": other},
+            f"kv_transfer_config: {type(connector).__name__}",
+            "serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
+        )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
         if optional(scheduler, "dynamic_sd_lookup", ()) is None:
             scheduler.dynamic_sd_lookup = [self._most] * (scheduler.max_num_running_reqs + 1)

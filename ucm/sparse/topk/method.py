@@ -26,7 +26,7 @@ from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, not_asked
+from ucm.sparse.base import Role, not_asked, refuse
 from ucm.sparse.blocks import NEEDED, DensePrompts
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import FAILED, OUT_OF_MEMORY, OUTCOMES, RESTRICTED
@@ -198,13 +198,12 @@ class BlockTopK(DensePrompts):
     def layers_seen(self) -> None:
         """Allocate the representatives; refuse a model without restricted layers, which a pipeline's stage may be."""
         stages = optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
-        if not self._restricted and stages == 1:
-            raise SparseMethodError(
-                "all layers that the options do not leave dense have a sliding window or a state, so nothing would be "
-                "restricted",
-                where=f"ucm_sparse_config.{self._name}.dense_layers",
-                fix="set it to a smaller number, or run this model without a sparse method",
-            )
+        nothing = not self._restricted and stages == 1
+        refuse(
+            {"nothing would be restricted: the layers that are not dense have sliding windows or states": nothing},
+            f"ucm_sparse_config.{self._name}.dense_layers",
+            "set it to a smaller number, or run this model without a sparse method",
+        )
         self._allocate()
 
     def bytes_beside_block(self, layers: Mapping[str, Any]) -> int:

@@ -274,7 +274,7 @@ def test_on_a_cpu_nothing_is_drafted_beside_a_request_that_samples() -> None:
 
 def test_a_connector_that_may_save_drafts_is_refused() -> None:
     scheduler = SimpleNamespace(num_lookahead_tokens=0, connector=SimpleNamespace())
-    with pytest.raises(SparseMethodError, match="another one than UCM's may save"):
+    with pytest.raises(SparseMethodError, match="may save the KV of drafts"):
         SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, require_restrictable, rows_of
-from ucm.integration.vllm.sparse.requirements import refuse
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor

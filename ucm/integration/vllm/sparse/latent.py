@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
 from ucm.integration.vllm.sparse.paged import KeysInPlace
-from ucm.integration.vllm.sparse.requirements import refuse
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -36,6 +36,7 @@ from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.requirements import lower_graphs
 from ucm.rotary import Rotary
 from ucm.sparse.attention import AttentionOf, PartsOf, StepBatch, asked_of
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,7 @@ class Rotaries:
 
 def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) -> None:
     where = f"layer {layer_name}"
-    requirements.refuse({"no rotary embedding was found for the layer": module is None}, where, ELSEWHERE)
+    refuse({"no rotary embedding was found for the layer": module is None}, where, ELSEWHERE)
     kind = type(module).__name__
     table = rotary_table(module)
     if kind != PLAIN or table is None:
@@ -108,7 +109,7 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
             "rope_parameters of the rope_type default, in --hf-overrides)",
         )
     normed = "the layer normalises its keys after their rotation, which then cannot be undone"
-    requirements.refuse({normed: NORM_BEHIND.search(_source(owner))}, where, ELSEWHERE)
+    refuse({normed: NORM_BEHIND.search(_source(owner))}, where, ELSEWHERE)
     longest = int(model_config.max_model_len)
     if table.shape[0] < longest:
         raise SparseMethodError(
@@ -147,7 +148,7 @@ def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
     wanted = torch.cat((angles.cos(), angles.sin()), dim=-1)
     off = float((table[: len(wanted)].float().cpu() - wanted).abs().max())
     other = f"the rotary embedding's table is not that of its base, {module.base}: it is off by {off:.3g}"
-    requirements.refuse({other: not off < TOLERANCE}, where, ELSEWHERE)
+    refuse({other: not off < TOLERANCE}, where, ELSEWHERE)
     return frequencies.to(table.device)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import choose_backend, optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.sparse.requirements import refuse
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,6 +25,7 @@ from ucm.compat import (
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.kv_cache import RECURRENT
 from ucm.logger import get_logger
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -253,17 +254,6 @@ def _of_platform(vllm_config: Any) -> None:
             )
     differs = {"sparse methods do not serve the Ascend 310P, whose KV cache and attention differ": is_ascend_310p()}
     refuse(differs, "vllm_ascend.utils", "serve on another NPU, or without ucm_sparse_config")
-
-
-def refuse(obstacles: Mapping[str, Any], where: str, fix: str = "serve this model without ucm_sparse_config") -> None:
-    """Refuse an engine, a model, a layer or a step for the first obstacle that it has.
-
-    Raises:
-        SparseMethodError: If it has one.
-    """
-    for what, there in obstacles.items():
-        if there:
-            raise SparseMethodError(what, where=where, fix=fix)
 
 
 def lower_graphs(vllm_config: Any, runner: Any) -> None:
