@@ -232,8 +232,6 @@ class SelectionPlanner:
         self, batch: StepBatch, pieces: QueryPieces, blocks: NDArray[np.int64], totals: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return the blocks that each piece reads, with the shares of longer contexts: it depends on positions only."""
-        if not self.budget.share and not self._own:
-            return totals
         shares = np.array([self._of(request_id).share for request_id in batch.request_ids])
         # 0.29 x 100 is a little less than 29.
         found: NDArray[np.int64] = np.maximum(totals, (blocks * shares[pieces.rows] + 1e-9).astype(np.int64))
