@@ -30,6 +30,7 @@ FILES = (
     f"{CONNECTOR}/test_stuck_medium.py",
     f"{LAYERS}/test_ascend_attention.py",
     f"{LAYERS}/test_block_hashes.py",
+    f"{LAYERS}/test_cpu_order.py",
     f"{LAYERS}/test_flash_parts.py",
     f"{LAYERS}/test_latent.py",
     f"{LAYERS}/test_paged.py",

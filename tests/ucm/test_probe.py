@@ -20,6 +20,8 @@ from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm import hooks
 from ucm.sparse.base import Role, SparseMethod
 from ucm.sparse.probe import (
+    CREATED,
+    FILE,
     HOOKS,
     IN_MODEL,
     METADATA_RECEIVED,
@@ -270,14 +272,7 @@ def test_a_killed_process_leaves_its_counts(tmp_path: Path) -> None:
     report = only_report(tmp_path)
     assert report.roles == (Role.WORKER,)
     assert fired(report) == {"execute_begin": 1000}
-    assert [path.name for path in tmp_path.iterdir()] == [f"probe-{report.pid}.log"]
-
-
-def test_a_later_process_of_the_same_id_starts_from_zero(tmp_path: Path) -> None:
-    earlier = tmp_path / f"probe-{os.getpid()}.log"
-    earlier.write_text("an earlier run's")
-    probe(tmp_path)
-    assert fired(only_report(tmp_path)) == {}
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
 def test_the_directory_is_made(tmp_path: Path) -> None:
@@ -287,7 +282,6 @@ def test_the_directory_is_made(tmp_path: Path) -> None:
 
 def test_an_empty_directory_has_no_reports(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    (tmp_path / "probe-7.tmp").touch()
     assert read_reports(tmp_path) == []
 
 
@@ -315,17 +309,17 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / f"probe-{os.getpid()}.log").mkdir()
+    (tmp_path / FILE).mkdir()
     with pytest.raises(ConfigError, match="no report can be written"):
         probe(tmp_path)
 
 
-GOOD = b'{"pid": 7, "process": "EngineCore"}\n'
+GOOD = f"7\tEngineCore\tworker\t{CREATED}\n7\tEngineCore\tworker\trequest_added\n".encode()
 
 
 def test_the_format_of_a_report(tmp_path: Path) -> None:
     """A last line without an end is still being written."""
-    (tmp_path / "probe-7.log").write_bytes(GOOD + b"worker\nrequest_added\nworker\nrequest_added\nworker\nexecute_")
+    (tmp_path / FILE).write_bytes(GOOD + GOOD + b"7\tEngineCore\tworker\texecute_")
     report = only_report(tmp_path)
     assert (report.pid, report.process, report.roles) == (7, "EngineCore", (Role.WORKER,))
     assert fired(report) == {"request_added": 2}
@@ -334,26 +328,24 @@ def test_the_format_of_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\x7fELF" + bytes(60),
-        b"{\xff\xff}\n",
-        b"[1]\n",
-        b'{"pid": 7}\n',
-        GOOD.replace(b"7", b'"seven"'),
-        GOOD[:20],
+        b"\x7fELF" + bytes(60) + b"\n",
+        b"\xff\xff\n",
+        b"7\tEngineCore\n",
+        GOOD.replace(b"7", b"seven"),
+        GOOD.replace(b"worker", b"nobody"),
     ],
 )
 def test_a_damaged_or_foreign_file(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "probe-7.log"
+    path = tmp_path / FILE
     path.write_bytes(content)
-    with pytest.raises(UcmError, match="a report cannot be read") as caught:
+    with pytest.raises(UcmError, match="reports cannot be read") as caught:
         read_reports(tmp_path)
     assert caught.value.where == str(path)
     assert caught.value.fix
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "probe-7.log").mkdir()
+    (tmp_path / FILE).mkdir()
     with pytest.raises(UcmError, match="cannot be read") as caught:
         read_reports(tmp_path)
-    assert caught.value.where.endswith("probe-7.log")
+    assert caught.value.where == str(tmp_path / FILE)

@@ -420,6 +420,17 @@ def not_asked(name: str) -> SparseMethodError:
     )
 
 
+def refuse(obstacles: Mapping[str, Any], where: str, fix: str = "serve this model without ucm_sparse_config") -> None:
+    """Refuse an engine, a model, a layer or a step for the first obstacle that it has.
+
+    Raises:
+        SparseMethodError: If it has one.
+    """
+    for what, there in obstacles.items():
+        if there:
+            raise SparseMethodError(what, where=where, fix=fix)
+
+
 def require_hooks(name: str, groups: Iterable[str]) -> None:
     """Refuse to run a method without its hooks.
 

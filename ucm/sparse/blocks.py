@@ -55,10 +55,10 @@ from ucm.compat import (
     schedules_by_priority,
     tokens_per_hash,
 )
-from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import QuerySplit
-from ucm.sparse.base import SparseMethod
+from ucm.sparse.base import refuse
+from ucm.sparse.outcomes import CountingMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -257,6 +257,27 @@ class _OwnNames:
         return of._replace(extra_keys=(of.extra_keys, self._secret))  # 0.10.1: a named tuple with the hash's parts
 
 
+class DensePrompts(CountingMethod):
+    """A method whose prompts are always dense: no other request finds the blocks that follow them."""
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """Return True."""
+        del options
+        return True
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """Return the prompt's tokens."""
+        del options
+        return num_prompt_tokens
+
+    def before_allocation(self, request: Any) -> bool:
+        """Keep generated blocks from being hit by prompts."""
+        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
+        return super().before_allocation(request)
+
+
 class ReleasedBlocks:
     """Tracks, for the requests of one scheduler, up to where their blocks are released.
 
@@ -271,8 +292,8 @@ class ReleasedBlocks:
     def __init__(self, scheduler: Any, window: SinksAndWindow) -> None:
         self._manager = _manager(scheduler)
         self._scheduler = scheduler
-        #: The requests to preempt in this step, with their own priorities.
-        self._giving_way: list[tuple[Any, Any]] = []
+        #: The requests to preempt in this step, with their own priorities, by id.
+        self._giving_way: dict[str, tuple[Any, Any]] = {}
         self._pool = self._manager.block_pool
         self._window = window
         self.block_size = int(self._manager.block_size)
@@ -295,7 +316,9 @@ class ReleasedBlocks:
         self._restore_priorities()
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has lost its blocks, or is about to."""
+        """Forget a request that has lost its blocks, or is about to; one that gave way has its priority again."""
+        if request_id in self._giving_way:
+            self._restore_priorities()
         self._ends.pop(request_id, None)
         self._asked.pop(request_id, None)
 
@@ -333,20 +356,14 @@ class ReleasedBlocks:
         if request.status.name != "RUNNING" or request not in running:
             return
         if schedules_by_priority(self._scheduler):
-            if not any(request is one for one, _ in self._giving_way):  # otherwise its current priority is not its own
-                self._giving_way.append((request, request.priority))
-                request.priority = sys.maxsize
+            self._giving_way.setdefault(request.request_id, (request, request.priority))
+            request.priority = sys.maxsize
         else:
             running.remove(request)
             running.append(request)
 
-    def gave_way(self, request: Any) -> None:
-        """Restore the priority of a request that was preempted."""
-        if any(request is one for one, _ in self._giving_way):
-            self._restore_priorities()
-
     def _restore_priorities(self) -> None:
-        for request, priority in self._giving_way:
+        for request, priority in self._giving_way.values():
             request.priority = priority
         self._giving_way.clear()
 
@@ -374,32 +391,22 @@ class ReleasedBlocks:
 
 def _manager(scheduler: Any) -> Any:
     """Return the manager of the engine's only kind of KV cache."""
-    managers = cache_managers(scheduler)
-    if managers is None:
-        raise SparseMethodError(
-            "this vLLM release manages its blocks in another way", where="KVCacheManager", fix="use vLLM 0.9.1 or later"
-        )
-    if len(managers) != 1:
-        raise SparseMethodError(
-            f"blocks are released only in models with one kind of KV cache, and this model has {len(managers)}",
-            where="kv_cache_config.kv_cache_groups",
-            fix="serve this model without ucm_sparse_config",
-        )
+    found = cache_managers(scheduler)
+    other = {"this vLLM release manages its blocks in another way": found is None}
+    refuse(other, "KVCacheManager", "use vLLM 0.9.1 or later")
+    managers = found or []
+    what = f"blocks are released only in models with one kind of KV cache, and this model has {len(managers)}"
+    refuse({what: len(managers) != 1}, "kv_cache_config.kv_cache_groups")
     manager, spec = managers[0], managers[0].kv_cache_spec
     windows = ("sliding_window", "attention_chunk_size", "use_mla")
     plain = type(manager).__name__ == MANAGER and type(spec).__name__ == SPECIFICATION
-    if not plain or any(optional(spec, name) for name in windows):
-        raise SparseMethodError(
-            "blocks are released only with plain full attention",
-            where=f"{type(manager).__name__} for {spec}",
-            fix="serve this model without ucm_sparse_config",
-        )
-    if manager.block_size != spec.block_size:
-        raise SparseMethodError(
-            "the tokens of a block are spread over ranks (context parallelism)",
-            where=f"blocks of {manager.block_size} tokens, {spec.block_size} of them on each rank",
-            fix="run without context parallelism, or without ucm_sparse_config",
-        )
+    restricted = not plain or any(optional(spec, name) for name in windows)
+    refuse({"blocks are released only with plain full attention": restricted}, f"{type(manager).__name__} for {spec}")
+    refuse(
+        {"the tokens of a block are spread over ranks (context parallelism)": manager.block_size != spec.block_size},
+        f"blocks of {manager.block_size} tokens, {spec.block_size} of them on each rank",
+        "run without context parallelism, or without ucm_sparse_config",
+    )
     return manager
 
 
@@ -410,18 +417,17 @@ NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER"
 Releases = TypeVar("Releases", bound=ReleasedBlocks)
 
 
-class ReleasingMethod(SparseMethod, Generic[Releases]):
+class ReleasingMethod(CountingMethod, Generic[Releases]):
     """Releases blocks in ``before_allocation``, and has requests computed again that have lost blocks.
 
     Attributes:
         tile: Tokens whose windows begin at the same block.
-        releases: Set in ``scheduler_started``.
     """
 
     needed_hooks = NEEDED
     frees_blocks = True
     tile: ClassVar[int] = TILE
-    releases: Releases | None = None
+    _blocks: Releases  #: set in ``scheduler_started``
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,30 +438,19 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
         """Release blocks; if the request has lost blocks, make it the first one that vLLM preempts."""
         if self._blocks.release(request):
             return True
-        self.tell_lost(request)
-        self._blocks.give_way(request)
-        return False
-
-    def tell_lost(self, request: Any) -> None:
-        """Log that a request is computed again."""
         get_logger(__name__).warning(
-            "[UCM.Sparse] a failed load set request %s back to token %d, where its blocks are released: it is "
-            "computed again",
+            "[UCM.Sparse] request %s is computed again: blocks of it were lost, or a failed load set it back to where "
+            "they are released (token %d)",
             request.request_id,
             request.num_computed_tokens,
         )
+        self._blocks.give_way(request)
+        return False
 
     def request_preempted(self, request: Any) -> None:
         """Forget the request, which starts again without blocks."""
-        self._blocks.gave_way(request)
         self._blocks.forget(request.request_id)
 
     def request_freed(self, request: Any) -> None:
         """Forget the request, which has ended."""
         self._blocks.forget(request.request_id)
-
-    @property
-    def _blocks(self) -> Releases:
-        if self.releases is None:
-            raise RuntimeError("a scheduler's method was asked before its scheduler was there")
-        return self.releases

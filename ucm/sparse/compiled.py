@@ -16,7 +16,6 @@ import importlib
 import itertools
 import math
 import multiprocessing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,6 +33,7 @@ LANES = 16
 LEAST_POWER = -126.0
 #: The series of 2**x for a fraction of at most one half: sixth order, accurate to 1.2e-7.
 SERIES = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
+
 
 Kernel = TypeVar("Kernel")
 
@@ -76,7 +76,6 @@ class Lanes:
         greatest: Returns the maximum of a vector's numbers.
         total: Returns the sum of a vector's numbers.
         exp2: Returns two to the power of each number, clamped to at least `LEAST_POWER`.
-        within: ``within(vector, low, high, number)``: the number in lanes before ``low`` and from ``high`` on.
     """
 
     def __init__(self, *, half: bool) -> None:
@@ -105,7 +104,6 @@ class Lanes:
         self.greatest = make(number, (vector,), lambda b, x: self._folded(b, x, self._greater))
         self.total = make(number, (vector,), lambda b, x: self._folded(b, x, lambda b, x, y: b.fadd(x, y)))
         self.exp2 = make(vector, (vector,), self._exp2)
-        self.within = make(vector, (vector, address, address, number), self._within)
 
     def reading(self, step: int) -> Any:
         """Return a function that loads a vector of the cache's dtype from an address, with a stride in numbers."""
@@ -266,19 +264,6 @@ class Lanes:
         exponent = builder.add(builder.fptosi(whole, words), self._all(self._word, 127))
         return builder.fmul(found, builder.bitcast(builder.shl(exponent, self._all(self._word, 23)), self._vector))
 
-    def _within(self, builder: Any, vector: Any, low: Any, high: Any, number: Any) -> Any:
-        lanes = self._ir.Constant(self._ir.VectorType(self._word, LANES), list(range(LANES)))
-        edges = [builder.bitcast(builder.trunc(of, self._word), self._word) for of in (low, high)]
-        spread = [
-            builder.shuffle_vector(one, one, self._all(self._word, 0))
-            for one in (
-                builder.insert_element(self._ir.Constant(lanes.type, self._ir.Undefined), edge, self._word(0))
-                for edge in edges
-            )
-        ]
-        inside = builder.and_(builder.icmp_signed(">=", lanes, spread[0]), builder.icmp_signed("<", lanes, spread[1]))
-        return builder.select(inside, vector, self._splat(builder, number))
-
     def _stored(self, builder: Any, address: Any) -> Any:
         if not self._half:
             return builder.load(self._at(builder, address, self._float), align=4)
@@ -309,19 +294,6 @@ class Lanes:
         return found
 
 
-@dataclass(frozen=True)
-class Threads:
-    """The thread functions that a kernel calls, in a form that numba can compile.
-
-    Attributes:
-        own: The number of the calling thread.
-        count: The number of running threads.
-    """
-
-    own: Any
-    count: Any
-
-
 def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
     """Compile a kernel with ``make``; return None in a process that was not started for a single engine.
 
@@ -348,13 +320,14 @@ def _say_why_slow(what: str) -> None:
     )
 
 
-def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], None]]) -> Run | None:
+def compile_kernel(what: str, write: Callable[[Any, Any, Any], Callable[[Any], None]]) -> Run | None:
     """Compile a kernel; takes about a second.
 
     Args:
         what: As in `for_engine`.
-        write: Given numba and `Threads`, returns the function to compile. Each thread runs it with the address of
-            the kernel's arguments, an array of int64.
+        write: Given numba and two functions, which return the number of the calling thread and that of all threads,
+            returns the function to compile. Each thread runs it with the address of the kernel's arguments, an array of
+            int64.
 
     Returns:
         A function that runs it in all threads, with tensors, passed by address, and integers. None without numba or
@@ -363,11 +336,11 @@ def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], No
     try:
         numba: Any = importlib.import_module("numba")
         everywhere = ctypes.CDLL(None)  # contains torch's OpenMP
-        parallel = everywhere.GOMP_parallel
+        parallel, own, count = everywhere.GOMP_parallel, everywhere.omp_get_thread_num, everywhere.omp_get_num_threads
         parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-        threads = _threads_of(everywhere)
+        own.argtypes = count.argtypes = ()
         signature = numba.types.void(numba.types.CPointer(numba.types.int64))
-        body = numba.cfunc(signature, fastmath=True)(write(numba, threads))
+        body = numba.cfunc(signature, fastmath=True)(write(numba, own, count))
     except Exception as error:  # noqa: BLE001 - whatever numba cannot do here, torch can
         get_logger(__name__).warning("[UCM.Sparse] %s slowly, without numba: %s: %s", what, type(error).__name__, error)
         return None
@@ -377,22 +350,3 @@ def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], No
         parallel(body.address, arguments.ctypes.data, 0, 0)
 
     return run
-
-
-def _threads_of(everywhere: Any) -> Threads:
-    own, count = everywhere.omp_get_thread_num, everywhere.omp_get_num_threads
-    own.argtypes = count.argtypes = ()
-    return Threads(own, count)
-
-
-def address_as_pointer(numba: Any) -> Any:
-    """Return a function that turns an address into a pointer, for ``carray``; it is compiled inline."""
-    types = numba.types
-
-    def at(_: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
-            return builder.inttoptr(given[0], context.get_value_type(types.voidptr))
-
-        return types.voidptr(address), generate
-
-    return numba.extending.intrinsic(at)

@@ -1,16 +1,13 @@
-"""Create sparse methods by their names in the configuration."""
+"""Find sparse methods by their names in the configuration."""
 
 from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucm.errors import ConfigError, meant
-from ucm.sparse.base import Role, SparseMethod
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from ucm.sparse.base import SparseMethod
 
 #: Other packages register their methods under this group of entry points.
 ENTRY_POINT_GROUP = "ucm.sparse_methods"
@@ -32,26 +29,11 @@ METHODS = {
 OFFLOADING = frozenset({"BlockRetrieval", "ESA"})
 
 
-def create_method(name: str, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> SparseMethod:
-    """Create a configured method.
-
-    Args:
-        name: The name of a method of UCM, of an entry point, or ``package.module:Class``.
-        vllm_config: vLLM's ``VllmConfig``.
-        role: The side on which the method runs.
-        options: Its options.
-
-    Raises:
-        ConfigError: If there is no such method, the name is not that of a method, or an option is wrong.
-    """
-    return method_class(name)(vllm_config, role, options)
-
-
 def method_class(name: str) -> type[SparseMethod]:
     """Return the class of a method.
 
     Args:
-        name: As for `create_method`.
+        name: The name of a method of UCM, of an entry point, or ``package.module:Class``.
 
     Raises:
         ConfigError: If there is no such method, or the name is not that of a method.

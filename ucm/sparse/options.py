@@ -94,7 +94,7 @@ def _refused(model: type[MethodOptions], name: str, error: Mapping[str, Any], pl
     fix = _about(model, option)
     if error["type"] == "literal_error" and option in model.model_fields:
         fix = meant(str(error["input"]), map(str, get_args(model.model_fields[option].annotation))) + fix
-    return ConfigError(_message(error["msg"]), where=f"{place}: {shown(error['input'])}", fix=fix)
+    return ConfigError(error["msg"].removeprefix("Value error, "), where=f"{place}: {shown(error['input'])}", fix=fix)
 
 
 def _instead(model: type[MethodOptions], option: str) -> str:
@@ -102,10 +102,6 @@ def _instead(model: type[MethodOptions], option: str) -> str:
     if "." in option:
         return f"remove it, or correct it: {_about(model, option.partition('.')[0])}"
     return f"{meant(option, model.model_fields)}There are {', '.join(model.model_fields)}"
-
-
-def _message(text: str) -> str:
-    return text.removeprefix("Value error, ")
 
 
 def _about(model: type[MethodOptions], option: str) -> str:

@@ -1,21 +1,19 @@
 """A sparse method that changes nothing and counts the hooks that fire in each process: for tests and ``ucm doctor``.
 
-Its only option is ``report_dir``, a directory for one file per process. Use an empty directory for each run,
-because files of earlier runs look the same. Code that torch.compile traces, or that a replayed CUDA graph skips, runs
-no Python and is not counted.
+Its only option is ``report_dir``, a directory for a file to which each process appends its events. Use an empty
+directory for each run, because events of earlier runs look the same. Code that torch.compile traces, or that a replayed
+CUDA graph skips, runs no Python and is not counted.
 
-Each event is appended at once, so it is kept when the process dies. A file ``probe-<pid>.log`` has a line of JSON with
-the process, and a line with the name of each event. It gets its name by a rename when the first line is complete; an
-earlier one of the same process id is replaced.
+Each event is appended at once, so it is kept when the process dies. It is a line with the id and the name of the
+process, the side of the engine, and the name of the hook.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +30,8 @@ _OF_THE_SEAM = (
     *("scheduler_started", "worker_started", "asks_workers", "confirms", "figures", "layer_seen", "layers_seen"),
     "bytes_beside_block",
 )
+#: The file of all processes, and the event of a new `Probe`.
+FILE, CREATED = "probe.log", "created"
 #: The counted methods, in their order in `SparseMethod`.
 HOOKS = tuple(
     name
@@ -61,31 +61,6 @@ class ProcessReport:
     counts: dict[str, int]
 
 
-class _Events:
-    """The events of the current process: a forked child starts its own file."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._pid = 0
-        self._file = -1
-
-    def add(self, *names: str) -> None:
-        """Append events; the first one in a process creates the file."""
-        # The process name is set some time after a fork, so os.register_at_fork would be too early.
-        if os.getpid() != self._pid:
-            self._create()
-        os.write(self._file, "".join(f"{name}\n" for name in names).encode())
-
-    def _create(self) -> None:
-        pid = os.getpid()
-        path = self._directory / f"probe-{pid}.log"
-        draft = path.with_suffix(".tmp")
-        about = {"pid": pid, "process": multiprocessing.current_process().name}
-        draft.write_text(json.dumps(about) + "\n", encoding="utf-8")
-        draft.replace(path)
-        self._file, self._pid = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), pid
-
-
 class Probe(SparseMethod):
     """Counts its calls, and otherwise does nothing.
 
@@ -101,8 +76,8 @@ class Probe(SparseMethod):
         directory = _report_dir(options)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._events = _events(directory)
-            self._events.add(role.value)
+            self._file = os.open(directory / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._count(CREATED)
         except OSError as error:
             raise ConfigError(
                 f"no report can be written: {error.strerror}",
@@ -131,7 +106,8 @@ class Probe(SparseMethod):
             self._count(METADATA_RECEIVED)
 
     def _count(self, name: str) -> None:
-        self._events.add(self.role.value, name)
+        process = multiprocessing.current_process().name  # a forked child has another one
+        os.write(self._file, f"{os.getpid()}\t{process}\t{self.role.value}\t{name}\n".encode())
 
 
 def _counted(name: str) -> Callable[..., Any]:
@@ -139,18 +115,17 @@ def _counted(name: str) -> Callable[..., Any]:
 
     @functools.wraps(neutral)
     def method(self: Probe, *args: Any, **keywords: Any) -> Any:
-        self._count(name)
-        return neutral(self, *args, **keywords)
-
-    @functools.wraps(neutral)
-    def traceable(self: Probe, *args: Any, **keywords: Any) -> Any:
-        import torch  # noqa: PLC0415 - the module is also imported where there is none
-
-        if not torch.compiler.is_compiling():
+        if name not in IN_MODEL or not _is_compiling():
             self._count(name)
         return neutral(self, *args, **keywords)
 
-    return traceable if name in IN_MODEL else method
+    return method
+
+
+def _is_compiling() -> bool:
+    import torch  # noqa: PLC0415 - the module is also imported where there is none
+
+    return bool(torch.compiler.is_compiling())
 
 
 for _name in HOOKS:
@@ -173,29 +148,29 @@ def read_reports(directory: Path) -> list[ProcessReport]:
     """Return the current counters of each process, by process id; the processes may be running.
 
     Raises:
-        UcmError: If the directory or a report in it cannot be read.
+        UcmError: If the directory or the file in it cannot be read.
     """
     if not directory.is_dir():
         raise UcmError("there is no such report directory", where=str(directory), fix="give the Probe's report_dir")
-    return sorted((_report(path) for path in directory.glob("probe-*.log")), key=lambda report: report.pid)
-
-
-def _report(path: Path) -> ProcessReport:
+    path, names, events = directory / FILE, dict[int, str](), defaultdict[int, Counter[str]](Counter)
     try:
-        line, *names = path.read_text(encoding="utf-8").split("\n")
-        about, counts = json.loads(line), Counter(names)
-        roles = tuple(role for role in Role if counts[role.value])
-        hooks = {name: counts[name] for name in (*HOOKS, METADATA_RECEIVED)}
-        return ProcessReport(int(about["pid"]), str(about["process"]), roles, hooks)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        for line in lines[:-1]:  # a line without an end is still being written
+            pid, process, role, name = line.split("\t")
+            names[int(pid)] = process
+            events[int(pid)].update((Role(role).value, name))
+    except (OSError, ValueError) as error:
         raise UcmError(
-            f"a report cannot be read: {type(error).__name__}: {error}",
+            f"reports cannot be read: {type(error).__name__}: {error}",
             where=str(path),
             fix="remove it, or let each run write to an empty directory of its own",
         ) from error
-
-
-@functools.cache
-def _events(directory: Path) -> _Events:
-    """Return the events of a directory, which both roles of a process share."""
-    return _Events(directory)
+    return [
+        ProcessReport(
+            pid,
+            names[pid],
+            tuple(role for role in Role if counts[role.value]),
+            {name: counts[name] for name in (*HOOKS, METADATA_RECEIVED)},
+        )
+        for pid, counts in sorted(events.items())
+    ]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -26,11 +25,12 @@ from pydantic import Field, model_validator
 from ucm.logger import get_logger
 from ucm.rotary import turned
 from ucm.sparse.attention import Merged
-from ucm.sparse.base import SparseMethod, not_asked
+from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import QueryPieces
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, refuse_asked, tokens
-from ucm.sparse.window_kernel import SLOWLY, Queries, by_tile, window_kernel
+from ucm.sparse.outcomes import CountingMethod
+from ucm.sparse.window_kernel import SLOWLY, by_tile, parts_of, window_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,9 +116,9 @@ class BeyondWindow:
         starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
         return self.positions + starts[self.pieces.rows].repeat(self._lengths)
 
-    def queries(self, block_size: int) -> Queries:
+    def parts(self, block_size: int) -> Tensor:
         """Return the tokens in the form that a CPU kernel takes."""
-        return Queries.of(self.pieces.rows.repeat(self._lengths), self.positions, block_size)
+        return parts_of(self.pieces.rows.repeat(self._lengths), self.positions, block_size)
 
     def on(self, device: Any) -> tuple[Tensor, Tensor]:
         """Return `places` and `positions` on the attention's device."""
@@ -201,33 +201,23 @@ class LeakyReRoPEOptions(ReRoPEOptions):
         return self.leak
 
 
-class ReRoPE(SparseMethod):
+class ReRoPE(CountingMethod):
     """Merges attention over a window and over the keys before it; see the module.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        role: The side that this instance serves.
-        options: The method's own settings, as the operator wrote them.
 
     Attributes:
         counts: ``steps`` with tokens beyond the window, these ``tokens``, those of them that were ``compiled``, the
             ``rows`` that they were of, and ``keys_turned`` in a layer.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     attention: PartsView
     options_type: ClassVar[type[ReRoPEOptions]] = ReRoPEOptions
+    _options: ReRoPEOptions
     needed_hooks = NEEDED
     serves_drafts = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        self._name = type(self).__name__
-        self._options = parse_options(self.options_type, self._name, options)
         self._leak = self._options.tokens_per_distance()
-        self.counts: Counter[str] = Counter()
         self._step: BeyondWindow | None = None
         self._asked = False
         #: Of each metadata object of the step, old or new, the dense one (so that its id stays its own) and the new.
@@ -236,8 +226,8 @@ class ReRoPE(SparseMethod):
         self._turning: dict[Rotary, tuple[Tensor, Tensor]] = {}
         #: The same for the kernels, and of the step what turns its queries, too.
         self._tiles: dict[Rotary, Tensor] = {}
-        self._turned: dict[Rotary, tuple[Queries, tuple[Tensor, Tensor]]] = {}
-        #: By layer; None where torch computes what lies beyond the window.
+        self._turned: dict[Rotary, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
+        #: By layer; none where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[Attend, HeadLayout] | None] = {}
 
     @classmethod
@@ -253,16 +243,17 @@ class ReRoPE(SparseMethod):
             "all requests are served alike: none can ask to be dense (ucm_sparse: false)",
         ]
 
-    def worker_started(self) -> None:
-        """Refuse an unsupported engine."""
-        self.attention.require_engine(drafts=self.serves_drafts)
-
     def layer_seen(self, layer_name: str) -> None:
         """Refuse a layer that cannot be served; compile its kernel as soon as its cache is there, for no request."""
         self.attention.require_parts(layer_name)
-        self.attention.rotary(layer_name)
-        if layer_name not in self._kernels and (kv_cache := self.attention.bound_cache(layer_name)) is not None:
-            self._kernel(layer_name, kv_cache)
+        rotary, kv_cache = self.attention.rotary(layer_name), self.attention.bound_cache(layer_name)
+        layout = None if kv_cache is None else self.attention.head_layout(layer_name, kv_cache)
+        if layout is not None and layer_name not in self._kernels:
+            began, pairs = time.perf_counter(), rotary.frequencies.numel()
+            kernel = for_engine(SLOWLY, lambda: window_kernel(layout, pairs, neox=rotary.neox))
+            self._kernels[layer_name] = None if kernel is None else (kernel, layout)
+            if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
+                get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Find the step's tokens that read keys before their window."""
@@ -296,7 +287,7 @@ class ReRoPE(SparseMethod):
         self._asked = True
         dense, _ = self._replaced[id(attn_metadata)]
         table, by_head = self.attention.block_table(dense), output.view(output.shape[0], *query.shape[1:])
-        compiled, rest = self._kernel(layer_name, kv_cache), self._step
+        compiled, rest = self._kernels.get(layer_name), self._step
         if compiled is not None:
             few, rest = self._step.divided
             if len(few):
@@ -316,13 +307,11 @@ class ReRoPE(SparseMethod):
             return
         if not self._asked:
             raise not_asked(self._name)
-        self.counts["steps"] += 1
         self.counts["rows"] += len(step.pieces.rows)
         self.counts["tokens"] += len(step)
-        self.counts["compiled"] += len(step.divided[0]) if None not in self._kernels.values() else 0
+        self.counts["compiled"] += len(step.divided[0]) if all(self._kernels.values() or [None]) else 0
         self.counts["keys_turned"] += int((step.pieces.ends - self._options.window).sum())
-        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+        self._count_step()
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`; all layers do the same."""
@@ -396,19 +385,6 @@ class ReRoPE(SparseMethod):
         outputs, sums = zip(*found, strict=True)
         return Merged(torch.cat(outputs), torch.cat(sums))
 
-    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[Attend, HeadLayout] | None:
-        """What is compiled for a layer, where it is on a CPU."""
-        if layer_name not in self._kernels:
-            layout, rotary = self.attention.head_layout(layer_name, kv_cache), self.attention.rotary(layer_name)
-            self._kernels[layer_name] = None
-            if layout is not None:
-                began, pairs = time.perf_counter(), rotary.frequencies.numel()
-                kernel = for_engine(SLOWLY, lambda: window_kernel(layout, pairs, neox=rotary.neox))
-                self._kernels[layer_name] = None if kernel is None else (kernel, layout)
-                if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
-                    get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
-        return self._kernels[layer_name]
-
     def _compiled(
         self,
         step: BeyondWindow,
@@ -423,14 +399,14 @@ class ReRoPE(SparseMethod):
         rotary, (_, positions) = self.attention.rotary(layer_name), step.on(query.device)
         if rotary not in self._turned:
             turning = rotary.factors(positions, self._far_from(positions))
-            self._turned[rotary] = step.queries(layout.block_size), turning
+            self._turned[rotary] = step.parts(layout.block_size), turning
         if rotary not in self._tiles:
             self._tiles[rotary] = by_tile(self._factors_of_keys(rotary, layout.block_size))
-        queries, turning = self._turned[rotary]
+        parts, turning = self._turned[rotary]
         grown = self._grown(positions)
         near = query if grown is None else query * grown[:, None, None]
         far, of_keys = turned(near, turning, neox=rotary.neox), self._tiles[rotary]
-        return kernel(near, far, kv_cache, table, queries, of_keys, layout.scale, self._options.window)
+        return kernel(near, far, kv_cache, table, parts, of_keys, layout.scale, self._options.window)
 
     def _grown(self, positions: Tensor) -> Tensor | None:
         """``[n]``, float32: log-n scaling of queries; None without it."""

@@ -15,7 +15,6 @@ row can come to read what is released: there is nothing in a step that could fai
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,12 +23,11 @@ from pydantic import Field
 
 from ucm.compat import optional
 from ucm.errors import ConfigError
-from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.base import not_asked
 from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
-from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT
 from ucm.sparse.tables import ReadTables
 
 if TYPE_CHECKING:
@@ -64,29 +62,20 @@ class SinkWindowOptions(MethodOptions):
 class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     """Sinks and a window; see the module and `SinkWindowOptions`.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        role: The side that this instance serves.
-        options: The method's own settings, as the operator wrote them.
-
     Attributes:
         counts: ``steps`` in which blocks were left out, ``rows`` of these, ``blocks_skipped`` and ``blocks_held`` of
             these rows, the ones that are skipped among them, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     options_type = SinkWindowOptions
+    _options: SinkWindowOptions
     serves_drafts = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window(self.tile)
-        self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts)
+        self.window = self._options.window(self.tile)
         self._dense: set[str] = set()  #: on the worker's side: requests that read everything
-        self._batch: StepBatch | None = None
+        self._batch: StepBatch
         self._skips = False
         self._rows_before = 0
         self._block_size = 0
@@ -109,7 +98,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        self.releases = ReleasedBlocks(scheduler, self.window)
+        self._blocks = ReleasedBlocks(scheduler, self.window)
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by dense prompts, and free blocks."""
@@ -127,19 +116,14 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     # Worker side
 
-    def worker_started(self) -> None:
-        """Refuse an unsupported engine."""
-        self.attention.require_engine(drafts=self.serves_drafts)
-
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer."""
         self.attention.require(layer_name)
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
-        del runner
         ended = list(request_ids)
-        self._outcomes.finish(ended)
+        super().requests_finished(runner, ended)
         self._dense.difference_update(ended)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
@@ -167,12 +151,10 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         """The step is over; what was to be skipped was."""
         del runner, scheduler_output, model_output
         if self.counts["rows"] > self._rows_before:
-            self.counts["steps"] += 1
-            if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-                get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+            self._count_step()
         unasked = self._skips and not self._replaced
         self._replaced.clear()
-        self._batch, self._skips = None, False
+        self._skips = False
         if unasked:
             raise not_asked(type(self).__name__)
 
@@ -205,9 +187,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
             dense, error = _asks_dense(asked)
             if dense:
                 self._dense.add(request_id)
-                self._outcomes.exclude([request_id], OPTED_OUT if error is None else REFUSED)
-            if error is not None:
-                self.complaints.tell(request_id, error, "it is dense")
+                self._leave_dense(request_id, error)
         if not self._dense:
             return batch
         dense_rows = np.array([of in self._dense for of in batch.request_ids], np.bool_)
@@ -216,14 +196,12 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     def _compacted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """The metadata with the sinks' blocks and, right behind them, those of the window and of the new tokens."""
         batch, size = self._batch, self.attention.block_size(layer_name, kv_cache)
-        if batch is None:
-            raise RuntimeError(f"{layer_name} ran outside a step")
         self._block_size = size
         pieces, skipped = self.window.cut(batch, size)
         if not skipped.any():
             return attn_metadata
         of_rows = skipped[pieces.lasts]
-        self._outcomes.restrict(batch.request_ids[row] for row in np.flatnonzero(of_rows).tolist())
+        self._outcomes.count((batch.request_ids[row] for row in np.flatnonzero(of_rows).tolist()), RESTRICTED)
         self.counts["rows"] += int((of_rows > 0).sum())
         self.counts["blocks_skipped"] += int(of_rows.sum())
         self.counts["blocks_held"] += int((-(-batch.seq_lens[of_rows > 0] // size)).sum())

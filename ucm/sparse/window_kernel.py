@@ -13,12 +13,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ucm.sparse.compiled import LANES, Lanes, address_as_pointer, compile_kernel
+from ucm.sparse.compiled import LANES, Lanes, compile_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import HeadLayout
-    from ucm.sparse.compiled import Threads
 
-    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Queries", Tensor, float, int], Tensor]
+    Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
 
 #: The operation that is slow without the kernel, for the log.
 SLOWLY = "attention beyond the window is computed"
@@ -51,85 +49,65 @@ class _Plane(NamedTuple):
     """
 
     step: int
-    vectors: Tensor
-    rows: Tensor
+    vectors: NDArray[np.int64]
+    rows: NDArray[np.int64]
 
     @classmethod
     def of(cls, places: NDArray[np.int64], number: int) -> _Plane | None:
         """Return the vectors of ``[rows, numbers]`` places of numbers of so many bytes; None if there are none."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
         if places.shape[1] % LANES or (places != places[:, :1] + places[:1] - places[0, 0]).any():
             return None
         row = places[0].reshape(-1, LANES)
         step = int(row[0, 1] - row[0, 0])
         if (row != row[:, :1] + step * np.arange(LANES)).any():
             return None
-        offsets = (row[:, 0], places[:, 0] - places[0, 0])
-        return cls(step, *(torch.from_numpy(of * number) for of in offsets))
+        return cls(step, number * row[:, 0], number * (places[:, 0] - places[0, 0]))
 
 
-@dataclass(frozen=True, eq=False)
-class Queries:
-    """Queries that see keys before their window.
+def parts_of(rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int) -> Tensor:
+    """Divide the contexts of queries that see keys before their window.
 
-    Attributes:
-        given: ``[n, 2]``, int64: the row in the step, and the position.
-        parts: ``[parts, 3]``, int64: the query, the first block, and the block after the last.
+    Args:
+        rows: ``[n]``: the row of each query in the step.
+        positions: ``[n]``: its position.
+        block_size: Tokens per block.
+
+    Returns:
+        ``[parts, 5]``, int64: the query, its row and its position, the first block, and the block after the last.
     """
+    import torch  # noqa: PLC0415 - vLLM brings it
 
-    given: Tensor
-    parts: Tensor
-
-    @classmethod
-    def of(cls, rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int) -> Queries:
-        """Divide the keys of queries into parts; both arrays are ``[n]``, see `given`."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        step, blocks = max(1, PART // block_size), positions // block_size + 1
-        counts = -(-blocks // step)
-        owners = np.arange(len(rows)).repeat(counts)
-        begins = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * step
-        parts = np.stack((owners, begins, np.minimum(begins + step, blocks[owners])), 1)
-        return cls(torch.from_numpy(np.stack((rows, positions), 1)), torch.from_numpy(parts))
+    step, blocks = max(1, PART // block_size), positions // block_size + 1
+    counts = -(-blocks // step)
+    owners = np.arange(len(rows)).repeat(counts)
+    begins = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * step
+    ends = np.minimum(begins + step, blocks[owners])
+    return torch.from_numpy(np.stack((owners, rows[owners], positions[owners], begins, ends), 1))
 
 
 class Given(NamedTuple):
     """The arguments of a kernel: tensors, passed by address, and integers.
 
     Attributes:
-        cache: See `window_kernel`, also for ``table`` and ``of_keys``.
-        given: See `Queries`, also for ``parts``.
+        cache: See `window_kernel`, also for ``of_keys`` and ``window``.
+        table: The block table, int64.
+        parts: See `parts_of`.
         queries: ``[2, num_queries, num_heads, head_size]``, float32: scaled queries, plain and rotated.
         sums: ``[parts, num_heads, head_size]``, float32, output: each part's sums of values.
         softmax: ``[parts, num_heads, 2]``, float32, output: each part's maximum score and sum.
-        key_vectors: ``vectors`` of the keys' `_Plane`, ``key_channels`` its ``rows``; ``value_vectors`` and
-            ``value_tokens`` likewise.
         table_apart: The stride of the table's rows in numbers.
-        num_parts: The number of parts, like ``num_queries``.
-        heads: The number of KV heads.
-        block: See `HeadLayout`, also for ``head``.
-        window: The number of keys that a query sees at their true distances.
     """
 
     cache: Any
     table: Any
-    given: Any
     parts: Any
     of_keys: Any
     queries: Any
     sums: Any
     softmax: Any
-    key_vectors: Any
-    key_channels: Any
-    value_tokens: Any
-    value_vectors: Any
     table_apart: Any
     num_parts: Any
     num_queries: Any
-    heads: Any
-    block: Any
-    head: Any
     window: Any
 
 
@@ -157,7 +135,7 @@ def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | Non
         - ``far``: the same as they see keys beyond their windows
         - ``kv_cache``: the layer's cache
         - ``table``: ``[num_reqs, max_blocks]``, int32: the step's block table
-        - ``queries``: the queries' places and the blocks that they read
+        - ``parts``: the parts of their contexts; see `parts_of`
         - ``of_keys``: the rotation factors of keys; see `by_tile`
         - ``scale``: the scale of the layer's scores
         - ``window``: the number of keys that a query sees at their true distances, including its own
@@ -167,29 +145,23 @@ def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | Non
     of_keys, of_values = _Plane.of(keys.T, width), _Plane.of(values, width)
     if of_keys is None or of_values is None:
         return None
-    steps = of_keys.step, of_values.step
-    run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, layout, pairs, neox, steps, threads))
+    about = layout, pairs, neox, (of_keys, of_values)
+    run = compile_kernel(SLOWLY, lambda numba, own, count: _kernel(numba, own, count, *about))
     if run is None:
         return None
     import torch  # noqa: PLC0415 - vLLM brings it
 
-    places = of_keys.vectors, of_keys.rows, of_values.rows, of_values.vectors
-
     def attend(
         near: Tensor, far: Tensor, kv_cache: Tensor, table: Tensor,
-        queries: Queries, of_keys: Tensor, scale: float, window: int,
+        parts: Tensor, of_keys: Tensor, scale: float, window: int,
     ) -> Tensor:  # fmt: skip
-        table, owners = table.int(), queries.parts[:, 0]
+        table, owners = table.long(), parts[:, 0]
         both = torch.stack((near, far)) * (scale / math.log(2))
         count, heads, head_size = near.shape
-        sums = near.new_empty((len(owners), heads, head_size))
-        softmax = near.new_empty((len(owners), heads, 2))
-        run(
-            *Given(
-                kv_cache, table, queries.given, queries.parts, of_keys, both, sums, softmax, *places,
-                table.stride(0), len(owners), count, layout.num_kv_heads, layout.block, layout.head, window,
-            )
-        )  # fmt: skip
+        sums = near.new_empty((len(parts), heads, head_size))
+        softmax = near.new_empty((len(parts), heads, 2))
+        numbers = table.stride(0), len(parts), count, window
+        run(*Given(kv_cache, table, parts, of_keys, both, sums, softmax, *numbers))
         most, weights = softmax.unbind(-1)
         highest = most.new_full((count, heads), LOWEST)
         highest = highest.scatter_reduce(0, owners[:, None].expand_as(most), most, "amax")
@@ -201,7 +173,7 @@ def window_kernel(layout: HeadLayout, pairs: int, *, neox: bool) -> Attend | Non
 
 
 def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be handed to each other
-    numba: Any, layout: HeadLayout, pairs: int, neox: bool, steps: tuple[int, int], threads: Threads
+    numba: Any, thread: Any, count: Any, layout: HeadLayout, pairs: int, neox: bool, planes: tuple[_Plane, _Plane]
 ) -> Callable[[Any], None]:
     """Return the function of one thread, for numba to compile: all names in it are local or constants.
 
@@ -210,12 +182,13 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     of = Lanes(half=layout.half)
     load, store, whole, number, put = of.load, of.store, of.whole, of.number, of.put
     splat, add, sub, mul, fma = of.splat, of.add, of.sub, of.mul, of.fma
-    greater, greatest, total, exp2, within = of.greater, of.greatest, of.total, of.exp2, of.within
-    carray, thread, count = numba.carray, threads.own, threads.count
-    at, count_given = address_as_pointer(numba), len(Given._fields)
+    greater, greatest, total, exp2 = of.greater, of.greatest, of.total, of.exp2
+    carray, count_given, heads = numba.carray, len(Given._fields), layout.num_kv_heads
+    (key_step, key_vectors, key_channels), (value_step, value_vectors, value_tokens) = planes
     to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
     size, head_size, group = layout.block_size, layout.head_size, layout.group
     width, vectors = 2 if layout.half else 4, 2 - layout.block_size // LANES % 2
+    block_apart, head_apart = layout.block, layout.head
     lowest, nothing, full = np.float32(LOWEST), np.float32(0), np.float32(1)
     tile, vector, row_bytes, head_vectors = LANES * vectors, 4 * LANES, 4 * head_size, head_size // LANES
     tile_bytes, factor_bytes, values_at_once = vector * vectors, 2 * vector * pairs, 2 - head_vectors % 2
@@ -226,7 +199,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
         of.stack(tile * row_bytes),
         of.stack(rows * tile_bytes),
     )
-    read_key, read_value = (of.reading(step) for step in steps)
+    read_key, read_value = of.reading(key_step), of.reading(value_step)
     compiled: Callable[[Any], Any] = numba.njit(fastmath=True)
     score = of.product(rows, row_bytes, tile_bytes, tile_bytes, vectors, fresh=True)
     weigh = of.product(rows, tile_bytes, row_bytes, row_bytes, values_at_once, fresh=False)
@@ -235,26 +208,25 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     def put_keys(given: Any, base: Any, first: Any, begin: Any, turned_pairs: Any, to: Any) -> None:
         """Write the keys of a tile from a vector of the block on; the first pairs of channels are rotated."""
         for n in range(vectors):
-            source, own = base + whole(given.key_vectors + 8 * (first + n)), to + vector * n
+            source, own = base + key_vectors[first + n], to + vector * n
             factors = given.of_keys + (begin // LANES + n) * factor_bytes
             for pair in range(turned_pairs):
                 one, other = (pair, pair + pairs) if neox else (2 * pair, 2 * pair + 1)
-                x = read_key(source + whole(given.key_channels + 8 * one))
-                y = read_key(source + whole(given.key_channels + 8 * other))
+                x = read_key(source + key_channels[one])
+                y = read_key(source + key_channels[other])
                 re, im = load(factors + 2 * vector * pair), load(factors + 2 * vector * pair + vector)
                 store(own + tile_bytes * one, sub(mul(x, re), mul(y, im)))
                 store(own + tile_bytes * other, fma(y, re, mul(x, im)))
             for channel in range(2 * turned_pairs, head_size):
-                store(own + tile_bytes * channel, read_key(source + whole(given.key_channels + 8 * channel)))
+                store(own + tile_bytes * channel, read_key(source + key_channels[channel]))
 
     @compiled
-    def put_values(given: Any, base: Any, first: Any, count: Any, to: Any) -> None:
+    def put_values(base: Any, first: Any, count: Any, to: Any) -> None:
         """Write the values of so many of a tile's tokens, from a token of the block on."""
         for token in range(count):
-            source = base + whole(given.value_tokens + 8 * (first + token))
+            source = base + value_tokens[first + token]
             for n in range(head_vectors):
-                found = read_value(source + whole(given.value_vectors + 8 * n))
-                store(to + row_bytes * token + vector * n, found)
+                store(to + row_bytes * token + vector * n, read_value(source + value_vectors[n]))
 
     @compiled
     def add_rows(
@@ -262,22 +234,20 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     ) -> None:
         """Add the attention of some rows over the lanes ``low`` to ``high`` of a tile to their sums of values."""
         score(queries, keys, 0, head_size, scores)
-        cut = low > 0 or high < tile
         for row in range(rows):
             own, state = scores + tile_bytes * row, softmax + 8 * row
+            for lane in range(low):
+                put(own + 4 * lane, lowest)
+            for lane in range(high, tile):
+                put(own + 4 * lane, lowest)
             before = number(state)
             most_of = splat(before)
             for n in range(vectors):
-                found = load(own + vector * n)
-                if cut:
-                    found = within(found, low - LANES * n, high - LANES * n, lowest)
-                most_of = greater(most_of, found)
+                most_of = greater(most_of, load(own + vector * n))
             most = greatest(most_of)
             added = splat(nothing)
             for n in range(vectors):
                 found = exp2(sub(load(own + vector * n), splat(most)))
-                if cut:
-                    found = within(found, low - LANES * n, high - LANES * n, nothing)
                 store(own + vector * n, found)
                 added = add(added, found)
             kept = full
@@ -293,11 +263,10 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
             weigh(scores, values + vector * n, low, high, sums + vector * n)
 
     @compiled
-    def attend_part(given: Any, query_of: Any, part_of: Any, part: Any, head: Any) -> None:
+    def attend_part(given: Any, part: Any, head: Any) -> None:
         """Compute a query's attention over a part of its context, for the heads that share keys."""
-        heads, width_of_table = given.heads, given.table_apart
-        own, first_block, last_block = part_of[part]
-        row_of_step, last = query_of[own]
+        at = given.parts + 40 * part
+        own, last, first_block, last_block = whole(at), whole(at + 16), whole(at + 24), whole(at + 32)
         near = last - given.window + 1  # the first key at its true distance
         near_queries = given.queries + (own * heads + head) * group * row_bytes
         begin_row = (part * heads + head) * group
@@ -308,15 +277,14 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
             put(own_softmax + 8 * row, lowest)
             put(own_softmax + 8 * row + 4, nothing)
         keys, values, scores = key_scratch(), value_scratch(), score_scratch()
-        of_table = carray(at(given.table), ((row_of_step + 1) * width_of_table,), np.int32)
+        table = given.table + 8 * given.table_apart * whole(at + 8)
         for place in range(first_block, last_block):
-            block = np.int64(of_table[row_of_step * width_of_table + place])
-            base = given.cache + (block * given.block + head * given.head) * width
+            base = given.cache + (whole(table + 8 * place) * block_apart + head * head_apart) * width
             for of_block in range(size // tile):
                 begin = place * size + of_block * tile
                 if begin > last:
                     break
-                put_values(given, base, tile * of_block, min(tile, last + 1 - begin), values)
+                put_values(base, tile * of_block, min(tile, last + 1 - begin), values)
                 for far in range(2):
                     low, high = (0, near - begin) if far else (near - begin, last + 1 - begin)
                     low, high = max(0, low), min(tile, high)
@@ -331,10 +299,8 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
 
     def body(address: Any) -> None:
         given = Given(*to_fixed_tuple(carray(address, count_given), count_given))
-        parts, heads = given.num_parts, given.heads
-        query_of = carray(at(given.given), (given.num_queries, 2), np.int64)
-        part_of = carray(at(given.parts), (parts, 3), np.int64)
-        for n in range(parts * heads * thread() // count(), parts * heads * (thread() + 1) // count()):
-            attend_part(given, query_of, part_of, n // heads, n % heads)
+        parts = given.num_parts * heads
+        for n in range(parts * thread() // count(), parts * (thread() + 1) // count()):
+            attend_part(given, n // heads, n % heads)
 
     return body

@@ -126,7 +126,7 @@ def real_layer(directory: Path, dtype: str, block_size: int, head_size: int, blo
         if shape_of is None
         else shape_of(blocks, block_size, KV_HEADS, head_size)
     )
-    cache = torch.zeros(shape, dtype=kind)
+    cache = layer.kv_cache = torch.zeros(shape, dtype=kind)
     found = RealLayer(config, layer, cache, AttentionLayers(config), block_size, head_size)
     found.metadata([[0]], [1], [1])  # a builder tells its layers for which instruction set it packs
     return found

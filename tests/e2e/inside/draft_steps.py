@@ -60,7 +60,8 @@ class Steps:
 
     def draft(self, most: int, *, measured: bool) -> None:
         """Let the next request be drafted: as many tokens as pay, or as many as are allowed."""
-        self._method._most, self._method._payoff = most, self._payoff if measured else None
+        always = type(self._payoff)(most, time.monotonic, always=True)
+        self._method._most, self._method._payoff = most, self._payoff if measured else always
 
     def add(self, name: str, prompt: list[int], count: int, asked: object) -> None:
         """Add a request."""

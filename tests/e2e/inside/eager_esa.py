@@ -13,8 +13,12 @@ from ucm.sparse.esa.method import ESA
 class EagerESA(ESA):
     """Waits until the store has what a step has released, and takes everything from there."""
 
-    at_once = True
     tile = 1
+
+    def scheduler_started(self, scheduler: Any) -> None:
+        """As ESA; nothing is read in place."""
+        super().scheduler_started(scheduler)
+        self._blocks._in_place = 0
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """As ESA; then nothing is left in host memory that the store has taken."""

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucm.sparse.topk.codes import KeyCodes, ranked
-from ucm.sparse.topk.samples import masses_of, products
 from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:
@@ -184,7 +183,11 @@ class Selector:
     def masses(self, layer: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """The true share of the attention of each block, ``[prompts, blocks]``."""
         ids = self._ids[:, : -(-tokens // self._size)]
-        return masses_of(products(query, self._pages[layer][ids]), self._size, tokens)
+        keys = self._pages[layer][ids].flatten(1, 2).permute(0, 2, 3, 1)  # [prompts, num_kv_heads, head_size, tokens]
+        grouped = query.view(len(query), keys.shape[1], -1, keys.shape[2])
+        scores = grouped @ keys * keys.shape[2] ** -0.5
+        scores[..., tokens:] = float("-inf")
+        return scores.softmax(-1).unflatten(-1, (-1, self._size)).sum(-1).mean((1, 2))
 
     def restrict(self, budget: BlockBudget) -> Callable[[int, int, torch.Tensor], torch.Tensor | None]:
         """For `Prompts.decode`."""

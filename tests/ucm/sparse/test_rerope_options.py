@@ -9,12 +9,13 @@ import pytest
 
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.sparse.base import Role
-from ucm.sparse.factory import create_method, method_class
+from ucm.sparse.factory import method_class
 from ucm.sparse.rerope import NEEDED, LeakyReRoPE, ReRoPE
 
 
 def made(name: str, **options: Any) -> ReRoPE:
-    found = create_method(name, None, Role.WORKER, options)
+    nothing: Any = None
+    found = method_class(name)(nothing, Role.WORKER, options)
     assert isinstance(found, ReRoPE)
     return found
 

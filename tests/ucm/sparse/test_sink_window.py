@@ -17,7 +17,7 @@ from ucm.errors import ConfigError, SparseMethodError
 from ucm.sparse.attention import AttentionView, StepBatch
 from ucm.sparse.base import Role
 from ucm.sparse.blocks import ReleasedBlocks, SinksAndWindow
-from ucm.sparse.factory import create_method
+from ucm.sparse.factory import method_class
 from ucm.sparse.sink_window import SinkWindow
 
 windows = st.builds(
@@ -104,7 +104,7 @@ def test_a_context_within_sinks_and_window_is_dense() -> None:
 
 @pytest.mark.parametrize("name", ["SinkWindow", "StreamingLLM"])
 def test_its_names(name: str) -> None:
-    method = create_method(name, SimpleNamespace(), Role.WORKER, {"sink_tokens": 8, "prefill": "dense"})
+    method = method_class(name)(SimpleNamespace(), Role.WORKER, {"sink_tokens": 8, "prefill": "dense"})
     assert isinstance(method, SinkWindow)
     assert method.window == SinksAndWindow(8, 4096, dense_prefill=True)
 
@@ -182,10 +182,10 @@ CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), cache_config=S
 
 def both_sides(options: dict[str, Any], asked: object) -> tuple[SinkWindow, SinkWindow, Any]:
     """Return the scheduler side, the worker side, and a request with options; another request of the step has none."""
-    scheduler, worker = (create_method("SinkWindow", CONFIG, role, options) for role in Role)
+    scheduler, worker = (method_class("SinkWindow")(CONFIG, role, options) for role in Role)
     assert isinstance(scheduler, SinkWindow)
     assert isinstance(worker, SinkWindow)
-    scheduler.releases = create_autospec(ReleasedBlocks, instance=True)
+    scheduler._blocks = create_autospec(ReleasedBlocks, instance=True)
     worker.attention = create_autospec(AttentionView, instance=True)
     batch = step(("a", 300, 1, 8), ("b", 300, 1, 8), a=asked)
     worker.attention.batch.return_value = batch  # type: ignore[attr-defined]

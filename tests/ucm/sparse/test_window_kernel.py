@@ -133,7 +133,7 @@ class Case:
         self.of_keys = self.rotary.factors(everywhere, everywhere.float() / leak)
         self.of_queries = self.rotary.factors(positions, self.far_from(positions))
         self.growth = (1 + positions / 1000)[:, None, None]
-        self.queries = self.step.queries(kind.size)
+        self.parts = self.step.parts(kind.size)
 
     def far_from(self, positions: torch.Tensor) -> torch.Tensor:
         """Where queries see far keys from."""
@@ -147,7 +147,7 @@ class Case:
         near = self.query[places].float() * self.growth
         far = turned(near, self.of_queries, neox=self.kind.neox)
         of_keys = by_tile(self.of_keys)
-        output[places] = kernel(near, far, self.cache, self.table, self.queries, of_keys, 0.3, self.window).to(output)
+        output[places] = kernel(near, far, self.cache, self.table, self.parts, of_keys, 0.3, self.window).to(output)
         return output
 
     def wanted(self) -> torch.Tensor:

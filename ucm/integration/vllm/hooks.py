@@ -88,10 +88,10 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
             return None
         from ucm.integration.vllm.handshake import require_built_hooks, require_hooked  # noqa: PLC0415
         from ucm.integration.vllm.sparse.sharing import needed_groups  # noqa: PLC0415
-        from ucm.sparse.factory import create_method  # noqa: PLC0415
+        from ucm.sparse.factory import method_class  # noqa: PLC0415
 
         name, options = configured
-        method = create_method(name, vllm_config, role, options)
+        method = method_class(name)(vllm_config, role, options)
         require_built_hooks(type(method))
         groups = needed_groups(type(method), vllm_config)
         require_hooks(name, groups)

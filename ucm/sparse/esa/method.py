@@ -22,6 +22,7 @@ so nothing more is lost.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from dataclasses import dataclass
 from time import perf_counter
@@ -37,12 +38,12 @@ from ucm.config.settings import StoreSettings
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.base import not_asked
-from ucm.sparse.blocks import ReleasingMethod, SinksAndWindow, keep_apart
+from ucm.sparse.blocks import DensePrompts, ReleasingMethod, SinksAndWindow
 from ucm.sparse.esa.offload_store import OffloadStore
-from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach, tell_loss
-from ucm.sparse.esa.resident import OffloadedContext, reading
-from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
-from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.esa.offloaded import OffloadedReleases, tell_loss
+from ucm.sparse.esa.resident import NOT_ADMITTED, OffloadedContext, reading
+from ucm.sparse.options import MethodOptions, refuse_asked, tokens
+from ucm.sparse.outcomes import RESTRICTED, SHORT
 from ucm.sparse.tables import ReadTables
 from ucm.sparse.topk.codes import KeyCodes, ranked
 from ucm.store.config import default_offload_directory
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from ucm.sparse.base import Role
     from ucm.sparse.esa.offload_store import Fetch
     from ucm.sparse.esa.offloaded import OffloadedNews, Released
-
-NAME = "ESA"
 
 
 def default_store() -> StoreSettings:
@@ -117,39 +116,30 @@ class _Row:
         return self.offloaded.first + self.offloaded.stored
 
 
-class ESA(ReleasingMethod[OffloadedReleases]):
+class ESA(DensePrompts, ReleasingMethod[OffloadedReleases]):
     """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
 
     Attributes:
-        at_once: Whether blocks are freed even before an offloaded context is longer than the budget.
         counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
             all layers, ``fetched`` into resident blocks, ``copied_out``, and ``requests_<outcome>``; see
             `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on choosing, and on waiting for loads.
-        caches: The KV cache of each layer, from its last step.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     attention: CopyingView
     options_type = ESAOptions
-    at_once = False
+    _options: ESAOptions
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any], *, clock: Clock = SYSTEM) -> None:
         super().__init__(vllm_config, role, options)
         self._clock = clock
-        self._options = parse_options(ESAOptions, NAME, options)
         self._window = self._options.window(self.tile)
-        #: Requests that are recomputed in this step.
-        self._anew: set[str] = set()
-        self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts)
         self.select_seconds = 0.0
-        self.caches: dict[str, Tensor] = {}
-        self._copies: BlockCopies | None = None
-        self._places: dict[str, int] = {}
-        self._losses = ""
+        #: The layers' KV caches, and the keys of any block of each.
+        self._caches: dict[str, Tensor] = {}
+        self._keys: dict[str, Tensor] = {}
+        self._copies: BlockCopies
+        self._losses = self._engine = ""
         self._store: OffloadStore | None = None
         self._offloaded: dict[str, OffloadedContext] = {}
         #: The tokens that each request has after the step, and the rows that choose.
@@ -158,23 +148,11 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         #: The step's tables, with the metadata and the numbers of named blocks from which they were made.
         self._tables: tuple[Any, Sequence[int], ReadTables] | None = None
 
-    @classmethod
-    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """Return True."""
-        del options
-        return True
-
-    @classmethod
-    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """Return the prompt's tokens, which are always dense."""
-        del options
-        return num_prompt_tokens
-
     # Scheduler side
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        self.releases = OffloadedReleases(scheduler, self._window, self._budget, at_once=self.at_once)
+        self._blocks = OffloadedReleases(scheduler, self._window, self._budget)
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Make a request that was preempted while generating recompute its answer token by token.
@@ -186,37 +164,20 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             return num_new_tokens
         return max(1, prompt - num_computed_tokens)
 
-    def before_allocation(self, request: Any) -> bool:
-        """Keep generated blocks from being hit by prompts, and free blocks."""
-        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
-        return super().before_allocation(request)
-
-    def tell_lost(self, request: Any) -> None:
-        """Log once per step; vLLM asks again as it preempts others."""
-        if request.request_id not in self._anew:
-            self._anew.add(request.request_id)
-            get_logger(__name__).warning(
-                "[UCM.Sparse] request %s is computed again: blocks of it were lost, or a failed load set it back "
-                "to where they are released (token %d)",
-                request.request_id,
-                request.num_computed_tokens,
-            )
-
-    def asks_workers(self) -> str:
-        """Ask the workers whether they can report losses."""
-        return self._blocks.losses
+    def asks_workers(self) -> tuple[str, str]:
+        """Ask the workers whether they can report losses to a file, and tell them the name of this engine start."""
+        return self._blocks.losses.path, self._blocks.engine
 
     def build_metadata(self, scheduler_output: Any) -> OffloadedNews | None:
         """Return the blocks that the workers must copy out, and the admissions that they may drop."""
         del scheduler_output
-        self._anew.clear()
         return self._blocks.news()
 
     # Worker side
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a store that fails to open; a store that does not answer is accepted."""
-        self.attention.require_engine()
+        super().worker_started()
         if optional(self.vllm_config, "cache_config.block_size"):
             _ = self._budget  # refuse one that leaves no block
         config = self._options.store.as_store_config()
@@ -231,18 +192,40 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             get_logger(__name__).warning(
                 "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, released blocks "
                 "stay in host memory",
-                NAME,
+                self._name,
                 config.stuck_seconds,
                 ", ".join(config.roots) or config.pipeline,
             )
 
-    def confirms(self, question: str) -> str:
+    def confirms(self, question: tuple[str, str]) -> str:
         """Return why this worker's losses would not reach the scheduler; empty if they do."""
-        return out_of_reach(question)
+        self._losses, self._engine = question
+        if os.access(self._losses, os.W_OK):
+            return ""
+        return f"it cannot write to the scheduler's {self._losses}, where it reports lost blocks"
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuse an unsupported layer."""
+        """Refuse an unsupported layer; without a cache, it is seen again before the first request."""
         self.attention.require(layer_name, reads_keys=True)
+        kv_cache = self.attention.bound_cache(layer_name)
+        if kv_cache is not None:
+            self._caches[layer_name] = kv_cache
+
+    def layers_seen(self) -> None:
+        """Refuse a backend with blocks of another size; find out how blocks are copied."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        for name, kv_cache in self._caches.items():
+            size = self.attention.block_size(name, kv_cache)
+            if size != self._size:
+                raise SparseMethodError(
+                    f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
+                    where=f"layer {name}",
+                    fix=f"start vLLM with --block-size {size}",
+                )
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            self._keys[name] = self.attention.read_keys(name, kv_cache, any_block)
+        self._copies = self.attention.block_copies(self._caches)
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """Copy out the blocks that a step frees, before the step writes any block."""
@@ -252,11 +235,10 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             self._store.settle()
         if news is None:
             return
-        self._losses = news.losses
         if news.dropped:
             self._drop(news.dropped)
         for released in news.released:
-            self._copy_out(news.engine, released)
+            self._copy_out(released)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Record the rows with an offloaded context."""
@@ -272,32 +254,29 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         ends = batch.num_new_tokens.cumsum()
         self._rows = []
         for row in np.flatnonzero(choosing).tolist():
-            offloaded = known[row] or OffloadedContext(None, self._window.sink_blocks(self._size))
+            offloaded = known[row] or OffloadedContext(NOT_ADMITTED, self._window.sink_blocks(self._size))
             self._offloaded[batch.request_ids[row]] = offloaded
             self._rows.append(_Row(row, int(ends[row]) - 1, offloaded, int(choosing[row])))
         if self._rows:
-            self.counts["steps"] += 1
             self.counts["rows"] += len(self._rows)
-            self._outcomes.restrict(batch.request_ids[of.row] for of in self._rows)
+            self._outcomes.count((batch.request_ids[of.row] for of in self._rows), RESTRICTED)
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
-        del runner
         ended = list(request_ids)
-        self._outcomes.finish(ended)
+        super().requests_finished(runner, ended)
         for request_id in ended:
             self._forget_unreleased(request_id)
 
     def _forget_unreleased(self, request_id: str) -> None:
         """Drop the state of a request if none of its blocks is freed."""
-        if request_id in self._offloaded and self._offloaded[request_id].admission is None:
+        if request_id in self._offloaded and self._offloaded[request_id].admission == NOT_ADMITTED:
             del self._offloaded[request_id]
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Load the needed blocks into the resident blocks, and make the layer read them."""
-        self.caches[layer_name] = kv_cache
         if self._rows:
             began = perf_counter()
             attn_metadata = self._restrict(layer_name, query, kv_cache, attn_metadata)
@@ -309,9 +288,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         del runner, scheduler_output, model_output
         rows, self._rows, tables, self._tables = self._rows, [], self._tables, None
         if rows and tables is None:
-            raise not_asked(NAME)
-        if rows and self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+            raise not_asked(self._name)
+        if rows:
+            self._count_step()
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`; of the tokens between sinks and window, and of rows that read them by name."""
@@ -330,7 +309,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         """What was done until now, in one line."""
         counts, stored = self.counts, self._store.counts if self._store else Counter[str]()
         return (
-            f"ESA restricted {counts['rows']} rows in {counts['steps']} steps: {counts['blocks_read']} of "
+            f"{self._name} restricted {counts['rows']} rows in {counts['steps']} steps: {counts['blocks_read']} of "
             f"{counts['blocks_stored']} offloaded blocks read, {counts['fetched']} fetched, {stored['loaded']} of them "
             f"from the store; {stored['saved']} blocks saved, {stored['kept']} kept in host memory, "
             f"{stored['lost']} lost"
@@ -342,7 +321,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
         table = self.attention.block_table(attn_metadata)
         for row in self._rows:  # none of the blocks without codes is freed yet
-            codes, first = self._codes(row.offloaded, layer_name, kv_cache), row.offloaded.first
+            codes, first = self._codes(row.offloaded, layer_name), row.offloaded.first
             self._summarise(codes, layer_name, kv_cache, table[row.row, first + codes.size : first + row.choosing])
         # Ranked once, because all ranks must call the sum equally often, whatever one of them has lost.
         ranks = self._ranked(layer_name, query)
@@ -356,15 +335,14 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             blocks += [*(row.offloaded.resident[slot] for slot in slots), *[-1] * (len(of_row) - len(slots))]
             self.counts["blocks_read"] += len(of_row)
             self.counts["blocks_stored"] += row.choosing
-        tables = self._tables_of(layer_name, kv_cache, attn_metadata, [len(of_row) for of_row in chosen])
+        tables = self._tables_of(attn_metadata, [len(of_row) for of_row in chosen])
         at, held = torch.tensor([places, blocks], dtype=torch.int64).to(table.device)
         named = tables.naming(torch.where(held < 0, table[tables.cells[0], at], held))
         return self.attention.restricted(layer_name, attn_metadata, named, tables.seq_lens, tables.longest)
 
-    def _tables_of(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, reads: Sequence[int]) -> ReadTables:
+    def _tables_of(self, attn_metadata: Any, reads: Sequence[int]) -> ReadTables:
         """Return tables that name so many blocks of each row: the same for all layers, unless a layer has lost some."""
         if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != reads:
-            self._require_size(layer_name, kv_cache)
             left_out, named = np.zeros((2, len(self._seq_lens)), np.int64)
             for row, count in zip(self._rows, reads, strict=True):
                 left_out[row.row], named[row.row] = row.choosing - count, count
@@ -379,16 +357,11 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         for some in block_ids.long().split(codes.at_once) if len(block_ids) else ():
             codes.append(self.attention.read_keys(layer_name, kv_cache, some))
 
-    def _codes(self, offloaded: OffloadedContext, layer_name: str, kv_cache: Tensor) -> KeyCodes:
+    def _codes(self, offloaded: OffloadedContext, layer_name: str) -> KeyCodes:
         """Return the codes of an offloaded context in a layer."""
-        codes = offloaded.codes.get(layer_name)
-        if codes is None:
-            import torch  # noqa: PLC0415 - vLLM brings it
-
-            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
-            codes = KeyCodes(1, self.attention.read_keys(layer_name, kv_cache, any_block))
-            offloaded.codes[layer_name] = codes
-        return codes
+        if layer_name not in offloaded.codes:
+            offloaded.codes[layer_name] = KeyCodes(1, self._keys[layer_name])
+        return offloaded.codes[layer_name]
 
     def _ranked(self, layer_name: str, query: Tensor) -> list[Tensor]:
         """Return, for each row, the ranks of its blocks by the heads of all workers; see `ranked`."""
@@ -420,58 +393,51 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         fetches = []
         for row, of_row in zip(self._rows, chosen, strict=True):
             released = [place for place in of_row if place < row.freed]
-            missing = row.offloaded.layers[layer_name].missing(released)
-            if missing:
-                fetches.append((row.offloaded, *self._fetch(layer_name, row.offloaded, missing, released)))
+            offloaded, layer = row.offloaded, row.offloaded.layers[layer_name]
+            missing = layer.missing(released)
+            if missing:  # all loads begin before the first is waited for
+                slots = layer.assign(missing, released, len(offloaded.resident))
+                places = [(offloaded.admission, place) for place in missing]
+                fetch = self._opened.fetch(self._index(layer_name), places)
+                fetches.append((offloaded, fetch, [offloaded.resident[slot] for slot in slots]))
         arrived = [self._place(layer_name, *of) for of in fetches]
         return all(arrived)
-
-    def _fetch(
-        self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
-    ) -> tuple[Fetch, list[int]]:
-        """Start to load missing places into host memory; return the load, and the resident block of each place."""
-        index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
-        resident = offloaded.resident
-        slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
-        return self._opened.fetch(index, places), [resident[slot] for slot in slots]
 
     def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, blocks: Sequence[int]) -> bool:
         """Wait for a load, and copy it into resident blocks; return whether all blocks arrived."""
         lost = set(self._opened.wait(fetch))
         if lost:
             if not offloaded.lost:
-                tell_loss(self._losses, _admitted(offloaded))
+                tell_loss(self._losses, offloaded.admission)
             places = [fetch.wanted[row][1] for row in lost]
             offloaded.lost |= {place - offloaded.first for place in places}
             offloaded.layers[layer_name].clear(places)
         rows = [row for row in range(len(fetch.wanted)) if row not in lost]
         if rows:
             data = fetch.rows[rows] if lost else fetch.rows
-            self._known_copies.write(self._places[layer_name], [blocks[row] for row in rows], data)
+            self._copies.write(self._index(layer_name), [blocks[row] for row in rows], data)
         self.counts["fetched"] += len(rows)
         return not lost
 
-    def _copy_out(self, engine: str, released: Released) -> None:
+    def _copy_out(self, released: Released) -> None:
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        copies = self._known_copies
         if self._store is None:
             config, rank = self._options.store.as_store_config(), int(self.vllm_config.parallel_config.rank)
-            self._store = OffloadStore(config, copies, engine, rank, clock=self._clock)
+            self._store = OffloadStore(config, self._copies, self._engine, rank, clock=self._clock)
         offloaded = self._offloaded.get(released.request_id)
-        if offloaded is None or offloaded.admission not in {released.admission, None}:
+        if offloaded is None or offloaded.admission not in {released.admission, NOT_ADMITTED}:
             offloaded = self._offloaded[released.request_id] = OffloadedContext(released.admission, released.first)
         offloaded.admission = released.admission
         if released.first != offloaded.first + offloaded.stored:
             raise RuntimeError(
                 f"request {released.request_id}: block {released.first} does not follow the offloaded ones"
             )
-        for name in copies.layer_names:
-            cache = self.caches[name]
-            codes = self._codes(offloaded, name, cache)
+        for name, cache in self._caches.items():
+            codes = self._codes(offloaded, name)
             ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache[0].device)  # one tensor, or two
             self._summarise(codes, name, cache, ids[codes.size - offloaded.stored :])
-        self._store.save(released.admission, released.first, copies.read(released.block_ids))
+        self._store.save(released.admission, released.first, self._copies.read(released.block_ids))
         offloaded.stored += len(released.block_ids)
         offloaded.resident += released.resident
         self.counts["copied_out"] += len(released.block_ids)
@@ -479,7 +445,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def _drop(self, admissions: Sequence[int]) -> None:
         ended = set(admissions)
         for request_id in [r for r, offloaded in self._offloaded.items() if offloaded.admission in ended]:
-            self._opened.drop(_admitted(self._offloaded.pop(request_id)))
+            self._opened.drop(self._offloaded.pop(request_id).admission)
 
     @property
     def _budget(self) -> int:
@@ -488,7 +454,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         if blocks < 1:
             raise ConfigError(
                 f"a budget of {self._options.token_budget} tokens leaves no block of {self._size} to bring back",
-                where=f"ucm_sparse_config.{NAME}.token_budget",
+                where=f"ucm_sparse_config.{self._name}.token_budget",
                 fix=f"set it to {self._size} or more, or start vLLM with a smaller --block-size",
             )
         return blocks
@@ -498,32 +464,11 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         """Tokens in a block; final once there is a cache."""
         return int(self.vllm_config.cache_config.block_size)
 
-    def _require_size(self, layer_name: str, kv_cache: Tensor) -> None:
-        size = self.attention.block_size(layer_name, kv_cache)
-        if size != self._size:
-            raise SparseMethodError(
-                f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
-                where=f"layer {layer_name}",
-                fix=f"start vLLM with --block-size {size}",
-            )
-
-    @property
-    def _known_copies(self) -> BlockCopies:
-        if self._copies is None:
-            self._require_size(*next(iter(self.caches.items())))
-            self._copies = self.attention.block_copies(self.caches)
-            self._places = {name: place for place, name in enumerate(self._copies.layer_names)}
-        return self._copies
+    def _index(self, layer_name: str) -> int:
+        return self._copies.layer_names.index(layer_name)
 
     @property
     def _opened(self) -> OffloadStore:
         if self._store is None:
             raise RuntimeError("the store was used before a block was freed")
         return self._store
-
-
-def _admitted(offloaded: OffloadedContext) -> int:
-    """Return the admission of an offloaded context with freed blocks."""
-    if offloaded.admission is None:
-        raise RuntimeError("this request has no freed blocks")
-    return offloaded.admission

@@ -9,6 +9,7 @@ may block; the worker does not wait for them.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from contextlib import suppress
@@ -113,9 +114,8 @@ class OffloadStore:
         self._cleaner = _cleaner(config.stuck_seconds, clock)
         self._kept: dict[int, _Admission] = {}
         self._saving: list[_Saving] = []
-        #: Admissions and places that the store has not accepted yet, and when to retry them.
-        self._refused: list[tuple[int, int]] = []
-        self._retry_at = 0.0
+        #: When to save again what a full or late store did not accept.
+        self._retry_at = math.inf
         self._at_once = max(1, config.save_queue_bytes // 2 // copies.geometry.nbytes)
         self._trusted = True
         self._logged: set[str] = set()
@@ -142,8 +142,6 @@ class OffloadStore:
 
     def settle(self) -> None:
         """Free the host memory of saved blocks; called once per step."""
-        if not self._saving and not self._refused:
-            return
         under_way = []
         for saving in self._saving:
             if saving.task.check():
@@ -151,8 +149,8 @@ class OffloadStore:
             else:
                 under_way.append(saving)
         self._saving = under_way
-        if self._refused and not under_way and self._clock.monotonic() >= self._retry_at:
-            self._save_refused()
+        if self._trusted and not under_way and self._clock.monotonic() >= self._retry_at:
+            self._save_again()
 
     def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
         """Start to load one layer of some blocks into host memory.
@@ -184,14 +182,17 @@ class OffloadStore:
             return []
         result = fetch.task.wait()
         self.counts["loaded"] += len(result.done)
-        return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
+        return [
+            row
+            for row, transfer in fetch.loads
+            if transfer.key in result.failed and not self._again(fetch.wanted[row][0], transfer)
+        ]
 
     def drop(self, admission: int) -> None:
         """Delete the blocks of a request that has ended."""
         kept = self._kept.pop(admission, None)
         if kept is not None:
-            writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
-            self._forget([key for place, key in kept.keys.items() if place not in writing])
+            self._forget(kept.keys.values())  # those that are being written again when they are
 
     def _save(self, admission: int, places: Sequence[int]) -> None:
         kept = self._kept[admission]
@@ -201,16 +202,15 @@ class OffloadStore:
             transfers.append(BlockTransfer(key, [_memory(rows) for rows in kept.copies[place]]))
         self._saving.append(_Saving(admission, tuple(places), self._store.save(transfers)))
 
-    def _save_refused(self) -> None:
-        some, self._refused = self._refused[: self._at_once], self._refused[self._at_once :]
-        by_admission: dict[int, list[int]] = {}
-        for admission, place in some:
-            if admission in self._kept:
-                by_admission.setdefault(admission, []).append(place)
-        if self._trusted:
-            for admission, places in by_admission.items():
+    def _save_again(self) -> None:
+        left = self._at_once
+        for admission, kept in self._kept.items():
+            places = list(kept.copies)[:left]
+            if places:
+                left -= len(places)
                 self.counts["kept"] -= len(places)
                 self._save(admission, places)
+        self._retry_at = math.inf if left else self._retry_at  # there may be more, for the next step
 
     def _settle(self, saving: _Saving) -> None:
         result = saving.task.wait()
@@ -226,18 +226,16 @@ class OffloadStore:
                 self.counts["kept"] += 1
                 # A full or still opening store may accept them later.
                 if isinstance(result.failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
-                    self._refused.append((saving.admission, place))
                     self._retry_at = self._clock.monotonic() + RETRY_SECONDS
         for error in result.failed.values():
             self._tell("blocks stay in host memory, because the store does not accept them", error)
 
-    def _again(self, fetch: Fetch, row: int) -> bool:
+    def _again(self, admission: int, transfer: BlockTransfer) -> bool:
         """Load a block once more."""
-        if fetch.wanted[row][0] not in self._kept:
+        if admission not in self._kept:
             return False
         self.counts["retried"] += 1
-        transfers = [transfer for at, transfer in fetch.loads if at == row]
-        result = self._store.load(transfers).wait()
+        result = self._store.load([transfer]).wait()
         for error in result.failed.values():
             # Other blocks may be lost, too: from now on freed blocks stay in host memory.
             self._trusted = False

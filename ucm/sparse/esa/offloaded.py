@@ -53,14 +53,10 @@ class OffloadedNews:
     """A step's metadata for the workers, sent as ``scheduler_output.ucm_sparse_meta``.
 
     Attributes:
-        engine: The name of this engine start, valid in a store's namespace.
-        losses: The file in which to report losses; see `Losses`.
         dropped: Admissions that have ended.
         released: The freed blocks, in order.
     """
 
-    engine: str
-    losses: str
     dropped: tuple[int, ...]
     released: tuple[Released, ...]
 
@@ -100,19 +96,20 @@ class OffloadedReleases(ReleasedBlocks):
         scheduler: vLLM's ``Scheduler``.
         window: The sinks and the window.
         resident_blocks: The number of resident blocks per request.
-        at_once: Also free shorter contexts, with as many resident blocks.
 
     Raises:
         SparseMethodError: If this engine's blocks cannot be freed.
     """
 
-    def __init__(self, scheduler: Any, window: SinksAndWindow, resident_blocks: int, *, at_once: bool = False) -> None:
+    def __init__(self, scheduler: Any, window: SinksAndWindow, resident_blocks: int) -> None:
         self._limit = resident_blocks
-        self._at_once = at_once
+        #: The longest offloaded context that is read in place.
+        self._in_place = resident_blocks
         self._offloaded: dict[str, _Offloaded] = {}
         self._admissions = count()
-        self._engine = owner_name()
-        self._losses = Losses()
+        #: The name of this engine start, valid in a store's namespace.
+        self.engine = owner_name()
+        self.losses = Losses()
         self._lost: set[int] = set()
         self._dropped: list[int] = []
         self._news: list[Released] = []
@@ -121,23 +118,17 @@ class OffloadedReleases(ReleasedBlocks):
         #: Limits how much of a long hit a worker has to copy out within a step.
         self._at_most = max(resident_blocks + 1, 2 * tokens_per_step // self.block_size)
 
-    @property
-    def losses(self) -> str:
-        """The file in which workers report losses."""
-        return self._losses.path
-
     def reads_all(self, position: int, num_prompt_tokens: int) -> bool:
         """Return whether a token and all before it read everything in place: nothing before them is freed yet."""
-        most = 0 if self._at_once else self._limit
-        return self._window.skipped(position, num_prompt_tokens, self.block_size) <= most
+        return self._window.skipped(position, num_prompt_tokens, self.block_size) <= self._in_place
 
     def news(self) -> OffloadedNews | None:
         """Return the changes since the last step, once the step is decided."""
         self.step_planned()
-        self._lost = self._losses.admissions()
+        self._lost = self.losses.admissions()
         if not self._dropped and not self._news:
             return None
-        news = OffloadedNews(self._engine, self._losses.path, tuple(self._dropped), tuple(self._news))
+        news = OffloadedNews(tuple(self._dropped), tuple(self._news))
         self._dropped.clear()
         self._news.clear()
         return news
@@ -161,7 +152,7 @@ class OffloadedReleases(ReleasedBlocks):
             end = min(end, self._manager.num_cached_block.get(request_id, 0) - 1)
         end = min(end, begin + self._at_most)
         offloaded = self._offloaded.get(request_id)
-        if end <= begin or (offloaded is None and not self._at_once and end - self._sinks <= self._limit):
+        if end <= begin or (offloaded is None and end - self._sinks <= self._in_place):
             return
         blocks = self._manager.req_to_blocks[request_id][begin:end]
         more = min(self._limit, end - self._sinks) - (len(offloaded.resident) if offloaded else 0)
@@ -211,17 +202,6 @@ class Losses:
                 self._seen = (now.st_ino, len(whole))
                 self._admissions |= {int(line) for line in whole.split()}
         return self._admissions
-
-
-def out_of_reach(path: str) -> str:
-    """Return why a worker cannot report a loss; empty if it can.
-
-    Args:
-        path: The scheduler's file.
-    """
-    if os.access(path, os.W_OK):
-        return ""
-    return f"it cannot write to the scheduler's {path}, where it reports lost blocks"
 
 
 def tell_loss(path: str, admission: int) -> None:

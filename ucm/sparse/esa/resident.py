@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ucm.sparse.blocks import SinksAndWindow
     from ucm.sparse.topk.codes import KeyCodes
 
+#: Stands for the admission of a request without freed blocks.
+NOT_ADMITTED = -1
+
 
 def reading(
     batch: StepBatch, window: SinksAndWindow, budget: int, stored: NDArray[np.int64], block_size: int
@@ -57,8 +60,7 @@ class ResidentLayer:
     """One layer's use of a request's resident blocks; each layer has different content in the same block."""
 
     def __init__(self) -> None:
-        #: The place in the request of each resident block's content; None if empty.
-        self._holds: list[int | None] = []
+        #: The resident block of each place whose content is in one, the oldest first.
         self._slots: dict[int, int] = {}
 
     def missing(self, chosen: Sequence[int]) -> list[int]:
@@ -76,23 +78,17 @@ class ResidentLayer:
         Returns:
             The resident block of each place, counted from 0.
         """
-        self._holds += [None] * (resident - len(self._holds))
+        unused = sorted(set(range(resident)).difference(self._slots.values()))
         kept = set(chosen)
-        free = (slot for slot, place in enumerate(self._holds) if place is None or place not in kept)
-        given = []
-        for place, slot in zip(places, list(free), strict=False):
-            old = self._holds[slot]
-            if old is not None:
-                del self._slots[old]
-            self._holds[slot] = place
-            self._slots[place] = slot
-            given.append(slot)
+        old = iter([place for place in self._slots if place not in kept])
+        given = [*unused, *(self._slots.pop(next(old)) for _ in places[len(unused) :])][: len(places)]
+        self._slots.update(zip(places, given, strict=True))
         return given
 
     def clear(self, places: Sequence[int]) -> None:
         """Note that resident blocks do not hold what was assigned to them."""
         for place in places:
-            self._holds[self._slots.pop(place)] = None
+            del self._slots[place]
 
     def slots(self, chosen: Sequence[int]) -> list[int]:
         """Return the resident blocks of present places."""
@@ -104,7 +100,7 @@ class OffloadedContext:
     """A worker's state of a request's offloaded context.
 
     Attributes:
-        admission: The request's admission; None before any of it is freed.
+        admission: The request's admission; `NOT_ADMITTED` before any of it is freed.
         first: The place of its first block.
         stored: The number of its freed blocks; later ones are still in place.
         resident: The resident blocks.
@@ -113,7 +109,7 @@ class OffloadedContext:
         layers: The content of the resident blocks, by layer.
     """
 
-    admission: int | None
+    admission: int
     first: int
     stored: int = 0
     resident: list[int] = field(default_factory=list)

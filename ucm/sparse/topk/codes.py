@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.compiled import Threads
-
     Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 #: Triton's variable that interprets kernels, on any device.
@@ -339,7 +337,7 @@ def cpu_kernel(words: int) -> Kernel | None:
         It returns ``[num_kv_heads, rows, group, blocks]``, float32: the logarithm of the sum of each block's estimated
         attention weights.
     """
-    run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, words, threads))
+    run = compile_kernel(SLOWLY, lambda numba, own, count: _kernel(numba, own, count, words))
     if run is None:
         return None
 
@@ -356,13 +354,13 @@ def cpu_kernel(words: int) -> Kernel | None:
     return kernel
 
 
-def _kernel(numba: Any, words: int, threads: Threads) -> Any:  # noqa: C901 - functions that numba compiles
+def _kernel(numba: Any, thread: Any, count: Any, words: int) -> Any:  # noqa: C901 - functions that numba compiles
     """Return one thread's part of the work for numba to compile; it uses only its own names and constants."""
     of = Lanes(half=True)
     load, store, number, whole, put, read = of.load, of.store, of.number, of.whole, of.put, of.reading(1)
     splat, add, sub, mul, fma = of.splat, of.add, of.sub, of.mul, of.fma
     greater, greatest, total, exp2, apart = of.greater, of.greatest, of.total, of.exp2, of.bits_apart(words, QUERY_BITS)
-    carray, thread, count = numba.carray, threads.own, threads.count
+    carray = numba.carray
     num_planes, bits, levels, query_bytes = QUERY_BITS, words * WORD, np.float32(TOP), 8 * QUERY_BITS * words
     top, nothing, half, tiny = np.float32(TOP * words * WORD), np.float32(0), np.float32(0.5), np.float32(LEAST)
     lowest, log2e = np.finfo(np.float32).min, np.float32(1 / math.log(2))

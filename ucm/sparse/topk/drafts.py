@@ -24,9 +24,8 @@ from pydantic import Field
 
 from ucm.clock import SYSTEM
 from ucm.compat import drafts_spoil_sampling, optional
-from ucm.errors import SparseMethodError
 from ucm.sparse.attention import StepBatch
-from ucm.sparse.options import parse_options
+from ucm.sparse.base import refuse
 from ucm.sparse.topk.method import BlockTopK, BlockTopKOptions
 from ucm.sparse.topk.payoff import Payoff
 
@@ -97,6 +96,7 @@ class SparseDrafts(BlockTopK):
     """
 
     options_type = SparseDraftsOptions
+    _options: SparseDraftsOptions
     needed_hooks = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER")
     serves_latent = False
     serves_hybrids = False
@@ -109,8 +109,7 @@ class SparseDrafts(BlockTopK):
         self._greedy_only = drafts_spoil_sampling(vllm_config)
         self._sampling: bool | None = False  #: whether any request does; on the scheduler's side None: to be found out
         self._requests: Mapping[str, Any] = {}  #: the scheduler's
-        always = parse_options(self.options_type, self._name, options).drafting == "always"
-        self._payoff = None if always else Payoff(self._most, SYSTEM.monotonic)
+        self._payoff = Payoff(self._most, SYSTEM.monotonic, always=self._options.drafting == "always")
         self._step: StepBatch | None = None  #: the engine's running step
         self._made: Mapping[str, int] = {}  #: the drafts that were made before it
         self._drafting = False
@@ -148,18 +147,16 @@ class SparseDrafts(BlockTopK):
     def worker_started(self) -> None:
         """Refuse an engine that does not draft with `DRAFTER`, or whose forwards need more than a token per request."""
         speculative = optional(self.vllm_config, "speculative_config")
-        if optional(speculative, "method") != CUSTOM or optional(speculative, "model") != DRAFTER:
-            raise SparseMethodError(
-                "SparseDrafts restricts the drafts of its own proposer only",
-                where=f"speculative_config: {optional(speculative, 'method')!r}, {optional(speculative, 'model')!r}",
-                fix=f"start vLLM with {HOW}, or without ucm_sparse_config",
-            )
+        proposer = optional(speculative, "method"), optional(speculative, "model")
+        refuse(
+            {"SparseDrafts restricts the drafts of its own proposer only": proposer != (CUSTOM, DRAFTER)},
+            f"speculative_config: {proposer}",
+            f"start vLLM with {HOW}, or without ucm_sparse_config",
+        )
         for what, where in UNSERVED.items():
             found = optional(self.vllm_config, where)
-            if found is True or (found and found != 1):
-                raise SparseMethodError(
-                    f"SparseDrafts does not serve {what}", where=f"{where} = {found!r}"[:200], fix=WITHOUT
-                )
+            there = found is True or (found and found != 1)
+            refuse({f"SparseDrafts does not serve {what}": there}, f"{where} = {found!r}"[:200], WITHOUT)
         if self._greedy_only:
             self._logger.info(
                 "[UCM.Sparse] %s drafts nothing while a request samples (temperature): this vLLM would then give wrong "
@@ -175,13 +172,12 @@ class SparseDrafts(BlockTopK):
         number of drafts depends on that of the requests.
         """
         connector = optional(scheduler, "connector")
-        if connector is not None and not type(connector).__module__.startswith("ucm."):
-            raise SparseMethodError(
-                "a KV connector is told of the layers of draft steps, too, and another one than UCM's may save the KV "
-                "of drafts",
-                where=f"kv_transfer_config: {type(connector).__name__}",
-                fix="serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
-            )
+        other = connector is not None and not type(connector).__module__.startswith("ucm.")
+        refuse(
+            {"a KV connector that is not UCM's may save the KV of drafts: it is told of their layers, too": other},
+            f"kv_transfer_config: {type(connector).__name__}",
+            "serve with UCM's connector, or without ucm_sparse_config and --speculative-config",
+        )
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, self._most)
         if optional(scheduler, "dynamic_sd_lookup", ()) is None:
             scheduler.dynamic_sd_lookup = [self._most] * (scheduler.max_num_running_reqs + 1)
@@ -191,9 +187,8 @@ class SparseDrafts(BlockTopK):
         """Drop the state of ended requests."""
         ended = list(request_ids)
         super().requests_finished(runner, ended)
-        if self._payoff is not None:
-            for request_id in ended:
-                self._payoff.forget(request_id)
+        for request_id in ended:
+            self._payoff.forget(request_id)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Note what the step verifies."""
@@ -205,7 +200,7 @@ class SparseDrafts(BlockTopK):
         super().execute_begin(runner, scheduler_output, input_batch)
         self._step = batch = self._batch
         self._sampling = self._greedy_only and not input_batch.all_greedy
-        if self._payoff is not None and batch is not None:
+        if batch is not None:
             verified = {name: len(of) for name, of in scheduler_output.scheduled_spec_decode_tokens.items()}
             decodes = (batch.num_computed_tokens >= batch.num_prompt_tokens) & ~batch.admitted
             context = int(batch.num_computed_tokens.sum())
@@ -233,19 +228,17 @@ class SparseDrafts(BlockTopK):
                 # Those that vLLM has not verified gained nothing either: a grammar, for instance, does not allow them.
                 self.counts["drafted"] += made[request_id]
                 self.counts["accepted"] += len(new) - 1
-                if self._payoff is not None:
-                    self._payoff.judged(request_id, made[request_id], len(new) - 1)
+                self._payoff.judged(request_id, made[request_id], len(new) - 1)
             long = planner.most_dense(request_id) < num_tokens[row]
             if new and long and left[row] > 0 and request_id not in self._dense and not self._sampling:
                 chosen[request_id] = row
-        numbers = dict.fromkeys(chosen, self._most) if self._payoff is None else self._payoff.choose(list(chosen))
+        numbers = self._payoff.choose(list(chosen))
         self._made = {name: min(number, int(left[chosen[name]])) for name, number in numbers.items()}
         return {chosen[name]: number for name, number in self._made.items()}
 
     def made(self, drafts: int, seconds: float) -> None:
         """Drafts were made after a step."""
-        if self._payoff is not None:
-            self._payoff.made(drafts, seconds)
+        self._payoff.made(drafts, seconds)
 
     @contextmanager
     def drafting(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[None]:

@@ -13,7 +13,6 @@ scheduler's side limits the tokens of an answer in a step.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -27,13 +26,14 @@ from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, SparseMethod, not_asked
-from ucm.sparse.blocks import NEEDED, keep_apart
+from ucm.sparse.base import Role, not_asked, refuse
+from ucm.sparse.blocks import NEEDED, DensePrompts
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
-from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
+from ucm.sparse.outcomes import FAILED, OUT_OF_MEMORY, OUTCOMES, RESTRICTED
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.samples import EVERY, AttentionSamples
 from ucm.sparse.topk.selection import (
+    WORTHWHILE,
     BlockBudget,
     MissingBlocks,
     RestrictedTables,
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-
-#: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
-#: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
-WORTHWHILE = 6_144
 
 
 class BlockTopKOptions(MethodOptions):
@@ -79,7 +75,7 @@ class BlockTopKOptions(MethodOptions):
     sample_every: int = Field(default=EVERY, ge=1, description="a number of choices, 1 or more")
 
 
-class BlockTopK(SparseMethod):
+class BlockTopK(DensePrompts):
     """Restricts each decode to the blocks to which its query attends most, according to their representatives.
 
     The worker side selects blocks. A step whose requests fit into their budgets costs a comparison of their
@@ -90,12 +86,10 @@ class BlockTopK(SparseMethod):
             restricted layer, ``representatives`` made, ``failures``, and ``requests_<outcome>``; see
             `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on selection.
-
-    Raises:
-        ConfigError: If an option is wrong.
     """
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
+    _options: BlockTopKOptions
     needed_hooks: ClassVar[tuple[str, ...]] = NEEDED  # the scheduler's keep generated blocks from prompt hits
     serves_latent = True
     serves_drafts = True
@@ -103,12 +97,8 @@ class BlockTopK(SparseMethod):
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
-        self._name = type(self).__name__
-        self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
         self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
-        #: The layers with a sliding window of their own.
-        self._windowed: set[str] = set()
         #: The layers that steps restrict.
         self._restricted: dict[str, None] = {}
         self._planner: SelectionPlanner | None = None
@@ -123,22 +113,8 @@ class BlockTopK(SparseMethod):
         self._dense: set[str] = set()  #: the requests that stay dense
         self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
-        self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts)
         self._samples = AttentionSamples(self._options.sample_every)
         self.select_seconds = 0.0
-
-    @classmethod
-    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """Return True."""
-        del options
-        return True
-
-    @classmethod
-    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """Return the prompt's tokens, which are always dense."""
-        del options
-        return num_prompt_tokens
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Make a step compute so few tokens of an answer that none chooses among blocks that the step completes.
@@ -166,14 +142,9 @@ class BlockTopK(SparseMethod):
             found = max(found, int(optional(config, "cache_config.block_size") or 1) - 1)
         return max(found, int(optional(config, "speculative_config.num_speculative_tokens") or 0))
 
-    def before_allocation(self, request: Any) -> bool:
-        """Keep generated blocks from being hit by prompts; do not change the allocation."""
-        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
-        return True
-
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine(latent=self.serves_latent, drafts=self.serves_drafts, hybrid=self.serves_hybrids)
+        super().worker_started()
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
@@ -182,7 +153,7 @@ class BlockTopK(SparseMethod):
     def _log_shortest(self, budget: BlockBudget) -> None:
         """Log from which length on requests are restricted; warn if this engine serves none of this length."""
         tokens = np.array([budget.total * budget.block_size], np.int64)
-        least = int(dense_tokens(tokens, self._options.min_context, WORTHWHILE)[0]) + 1
+        least = int(dense_tokens(tokens, self._options.min_context)[0]) + 1
         longest: int | None = optional(self.vllm_config, "model_config.max_model_len")
         if longest is None or least <= longest:
             self._logger.info("[UCM.Sparse] %s restricts requests from %d tokens on (min_context)", self._name, least)
@@ -207,7 +178,8 @@ class BlockTopK(SparseMethod):
 
     def _require_restricted_layers(self) -> None:
         """Check the number of dense layers."""
-        dense, layers = self._options.dense_layers, num_layers(self.vllm_config)
+        dense = self._options.dense_layers
+        layers: int | None = optional(self.vllm_config, "model_config.hf_text_config.num_hidden_layers")
         if layers is not None and dense >= layers:
             raise ConfigError(
                 f"{dense} dense layers leave none of the model's {layers} to restrict",
@@ -217,9 +189,7 @@ class BlockTopK(SparseMethod):
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer; one that reads only a window anyway stays as it is."""
-        if self.attention.has_window(layer_name):
-            self._windowed.add(layer_name)
-        else:
+        if not self.attention.has_window(layer_name):
             restricted = not self._is_dense(layer_name)
             self.attention.require(layer_name, reads_keys=restricted)
             if restricted:
@@ -228,13 +198,12 @@ class BlockTopK(SparseMethod):
     def layers_seen(self) -> None:
         """Allocate the representatives; refuse a model without restricted layers, which a pipeline's stage may be."""
         stages = optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
-        if not self._restricted and stages == 1:
-            raise SparseMethodError(
-                "all layers that the options do not leave dense have a sliding window or a state, so nothing would be "
-                "restricted",
-                where=f"ucm_sparse_config.{self._name}.dense_layers",
-                fix="set it to a smaller number, or run this model without a sparse method",
-            )
+        nothing = not self._restricted and stages == 1
+        refuse(
+            {"nothing would be restricted: the layers that are not dense have sliding windows or states": nothing},
+            f"ucm_sparse_config.{self._name}.dense_layers",
+            "set it to a smaller number, or run this model without a sparse method",
+        )
         self._allocate()
 
     def bytes_beside_block(self, layers: Mapping[str, Any]) -> int:
@@ -257,13 +226,19 @@ class BlockTopK(SparseMethod):
         Raises:
             SparseMethodError: If they do not fit beside the KV cache.
         """
-        allocated = 0
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        allocated = block_size = 0
         for name in self._restricted:
             kv_cache = self.attention.bound_cache(name)
             if kv_cache is None:
-                continue
+                raise RuntimeError(f"layer {name} has no KV cache before the first request")
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            keys = self.attention.read_keys(name, kv_cache, any_block)
+            block_size = keys.shape[1]
             try:
-                allocated += self._representatives_of(name, kv_cache).nbytes
+                self._representatives[name] = KeyCodes(self.attention.num_blocks(name, kv_cache), keys)
+                allocated += self._representatives[name].nbytes
             except RuntimeError as error:  # torch's, and its OutOfMemoryError
                 raise SparseMethodError(
                     f"the summaries of blocks do not fit beside the KV cache: after {format_size(allocated)} of them, "
@@ -272,14 +247,14 @@ class BlockTopK(SparseMethod):
                     fix="leave more memory free (--gpu-memory-utilization, or a lower --num-gpu-blocks-override if it "
                     "is set), or restrict fewer layers (dense_layers)",
                 ) from error
-        if allocated:
+        if block_size:
+            self._planner = SelectionPlanner(self._budget(block_size), self._options.min_context)
             self._logger.info("[UCM.Sparse] %s: summaries of blocks take %s", self._name, format_size(allocated))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
-        del runner
         ended = list(request_ids)
-        self._outcomes.finish(ended)
+        super().requests_finished(runner, ended)
         for request_id in ended:
             self._dense.discard(request_id)
             self._steered.discard(request_id)
@@ -295,7 +270,7 @@ class BlockTopK(SparseMethod):
         self._outcomes.begin(batch.request_ids)
         self._tables, self._missing_ids, self._asked = None, None, False
         self._plan = self._missing = None
-        if self._planner is not None:  # the block size is unknown before the first layer with a cache
+        if self._planner is not None:  # a stage of a pipeline may have no restricted layer
             self._take_plan(self._planner, batch)
 
     def attention_begin(
@@ -304,19 +279,8 @@ class BlockTopK(SparseMethod):
         """Restrict the step's sparse rows to the blocks that their queries need."""
         began = perf_counter()
         self._asked = True
-        if layer_name in self._windowed:
+        if layer_name not in self._restricted or (self._missing is None and self._plan is None):
             return query, key, value, attn_metadata
-        if self._planner is None and self._batch is not None:
-            self.attention.require(layer_name)
-            self._planner = SelectionPlanner(
-                self._budget(self.attention.block_size(layer_name, kv_cache)), self._options.min_context, WORTHWHILE
-            )
-            self._take_plan(self._planner, self._batch)
-        if self._is_dense(layer_name):
-            return query, key, value, attn_metadata
-        if self._missing is None and self._plan is None:
-            return query, key, value, attn_metadata
-        self.attention.require(layer_name, reads_keys=True)
         if self._missing is not None:
             with self._dense_on_failure(layer_name, self._missing.request_ids):
                 self._make_missing(self._missing, layer_name, kv_cache, attn_metadata)
@@ -336,16 +300,12 @@ class BlockTopK(SparseMethod):
         self._missing = self._missing_ids = None
         if batch is not None and not self._asked:
             raise not_asked(self._name)
-        if (
-            plan is None or self._tables is None
-        ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline
+        if plan is None:
             return
         self._tables = None
-        self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)
-        self._outcomes.restrict(plan.request_ids)
-        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-            self._logger.info("[UCM.Sparse] %s", self.summary())
+        self._outcomes.count(plan.request_ids, RESTRICTED)
+        self._count_step()
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`."""
@@ -377,7 +337,7 @@ class BlockTopK(SparseMethod):
         self, plan: SelectionPlan, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> Any:
         query = self.attention.scored(layer_name, query, attn_metadata)
-        chosen, lens = self._choose(plan, layer_name, query, kv_cache, attn_metadata)
+        chosen, lens = self._choose(plan, layer_name, query, attn_metadata)
         if self._samples.due():
             table = self.attention.block_table(attn_metadata)
             keys = partial(self.attention.read_keys, layer_name, kv_cache)
@@ -388,15 +348,14 @@ class BlockTopK(SparseMethod):
         split = None if self._tables is None else self._tables[1].split
         return self.attention.restricted(layer_name, attn_metadata, chosen, lens, longest, split)
 
-    def _choose(
-        self, plan: SelectionPlan, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _choose(self, plan: SelectionPlan, layer_name: str, query: Tensor, attn_metadata: Any) -> tuple[Tensor, Tensor]:
         """Return the block table and the lengths that a layer reads, by queries as they are scored."""
         if self._tables is None or self._tables[0] is not attn_metadata:
             self._tables = attn_metadata, RestrictedTables(plan, self.attention.block_table(attn_metadata))
         tables = self._tables[1]
-        made = self._representatives_of(layer_name, kv_cache)
-        return tables.select(made, query, self.attention.sum_over_ranks), tables.seq_lens
+        made = self._representatives[layer_name]
+        shares = made.shares(query[tables.tokens], tables.candidates, tables.hidden)
+        return tables.choose(self.attention.sum_over_ranks(shares)), tables.seq_lens
 
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
@@ -414,34 +373,20 @@ class BlockTopK(SparseMethod):
             if options is not None and options != RequestOptions():
                 planner.give(request_id, self._budget(planner.budget.block_size, options))
         except ConfigError as error:
-            self._outcomes.exclude([request_id], REFUSED)
-            self.complaints.tell(request_id, error, "it is dense")
+            self._leave_dense(request_id, error)
             self._dense.add(request_id)
         else:
-            if options is not None:
-                return
-            self._outcomes.exclude([request_id], OPTED_OUT)
-            self._dense.add(request_id)
+            if options is None:
+                self._leave_dense(request_id)
+                self._dense.add(request_id)
 
     def _make_missing(self, missing: MissingBlocks, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> None:
         """Make the representatives of blocks from the cache."""
         if self._missing_ids is None or self._missing_ids[0] is not attn_metadata:
             self._missing_ids = attn_metadata, missing.ids(self.attention.block_table(attn_metadata))
-        block_ids, made = self._missing_ids[1], self._representatives_of(layer_name, kv_cache)
+        block_ids, made = self._missing_ids[1], self._representatives[layer_name]
         made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
         self.counts["representatives"] += len(block_ids)
-
-    def _representatives_of(self, layer_name: str, kv_cache: Tensor) -> KeyCodes:
-        """Return the layer's representatives, with room for all blocks of the cache."""
-        found = self._representatives.get(layer_name)
-        if found is None:
-            import torch  # noqa: PLC0415 - vLLM brings it
-
-            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
-            keys = self.attention.read_keys(layer_name, kv_cache, any_block)
-            num_blocks = self.attention.num_blocks(layer_name, kv_cache)
-            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys)
-        return found
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:
@@ -463,7 +408,8 @@ class BlockTopK(SparseMethod):
                 self._planner.forget_made(request_id)
         self._plan = self._missing = None
         self.counts["failures"] += 1
-        self._outcomes.exclude(request_ids, failure_outcome(error))
+        no_memory = type(error).__name__ == "OutOfMemoryError"
+        self._outcomes.count(request_ids, OUT_OF_MEMORY if no_memory else FAILED)
         cause = f"{type(error).__name__}: {error}"
         if cause not in self._causes:
             self._causes.add(cause)
@@ -497,16 +443,8 @@ class BlockTopK(SparseMethod):
         return budget
 
     def _is_dense(self, layer_name: str) -> bool:
-        if layer_name in self._windowed:
-            return True
         number = re.search(r"\.(\d+)\.", layer_name)
         return number is not None and int(number[1]) < self._options.dense_layers
-
-
-def num_layers(vllm_config: Any) -> int | None:
-    """Return the number of layers of the served (text) model; None if its configuration does not say."""
-    found: int | None = optional(vllm_config, "model_config.hf_text_config.num_hidden_layers")
-    return found
 
 
 class GSAOnDevice(BlockTopK):

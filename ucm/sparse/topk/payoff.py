@@ -126,10 +126,11 @@ class Payoff:
     Args:
         most: The most drafts of a request in a step.
         now: The time in seconds.
+        always: Whether each request gets the most drafts after any step.
     """
 
-    def __init__(self, most: int, now: Callable[[], float]) -> None:
-        self._most, self._now = most, now
+    def __init__(self, most: int, now: Callable[[], float], *, always: bool = False) -> None:
+        self._most, self._now, self._always = most, now, always
         self._costs: dict[tuple[int, int], Costs] = {}
         self._chances: dict[str, Chance] = {}
         self._all = Chance()
@@ -163,6 +164,8 @@ class Payoff:
     def choose(self, request_ids: Sequence[str]) -> dict[str, int]:
         """Return how many drafts to make for each of some requests of the running step, those with none left out."""
         step = self._step
+        if self._always:
+            return dict.fromkeys(request_ids, self._most)
         if step is None or not request_ids:
             return {}
         costs = self._of(step)

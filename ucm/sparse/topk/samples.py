@@ -117,37 +117,15 @@ def kept_and_needed(
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
     first = read_keys(held[:1])
-    at_once = max(1, AT_ONCE // first.numel())
-    parts = [products(query, read_keys(some)[None]) for some in held.split(at_once)]
-    masses = masses_of(torch.cat(parts, -1), first.shape[1], tokens)[0]
+    _, block_size, heads, head_size = first.shape
+    grouped, scores = query.float().view(heads, -1, head_size), []
+    for some in held.split(max(1, AT_ONCE // first.numel())):
+        keys = read_keys(some).float().flatten(0, 1).permute(1, 2, 0)
+        scores.append(grouped @ keys * head_size**-0.5)
+    weights = torch.cat(scores, -1)
+    weights[..., tokens:] = float("-inf")
+    masses = weights.softmax(-1).unflatten(-1, (-1, block_size)).sum(-1).mean((0, 1))
     kept = (masses * torch.isin(held, read)).sum().double()
     # The whole context has it, even if rounding makes the sum smaller.
     needed = ((masses.sort(descending=True).values.cumsum(0) < HELD).sum() + 1).clamp(max=len(masses)) / len(masses)
     return torch.stack((kept, needed.double()))
-
-
-def products(query: Tensor, keys: Tensor) -> Tensor:
-    """Return the scores of each row's tokens, ``[rows, num_kv_heads, group, tokens]``, float32.
-
-    Args:
-        query: ``[rows, num_heads, head_size]``.
-        keys: ``[rows, blocks, block_size, num_kv_heads, head_size]``.
-    """
-    rows, _, _, heads, _ = keys.shape
-    grouped = query.float().view(rows, heads, -1, query.shape[-1])
-    return grouped @ keys.float().flatten(1, 2).permute(0, 2, 3, 1) * query.shape[-1] ** -0.5
-
-
-def masses_of(scores: Tensor, block_size: int, tokens: int) -> Tensor:
-    """Return the share of their attention that the heads of each row give to each of its blocks, the mean over heads.
-
-    Args:
-        scores: The result of `products`, which is changed.
-        block_size: The tokens of a block.
-        tokens: How many of a row's tokens are read; the others are behind its end.
-
-    Returns:
-        ``[rows, blocks]``, float32; the sum of each row is 1.
-    """
-    scores[..., tokens:] = float("-inf")
-    return scores.softmax(-1).unflatten(-1, (-1, block_size)).sum(-1).mean((1, 2))

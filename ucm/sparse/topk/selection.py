@@ -13,14 +13,16 @@ from ucm.sparse.tables import ReadTables
 from ucm.sparse.topk.codes import ranked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.codes import KeyCodes
+
+#: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
+#: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
+WORTHWHILE = 6_144
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class SelectionPlan:
     seq_lens: NDArray[np.int32]
 
 
-def dense_tokens(tokens: NDArray[np.int64], min_context: int | None, worthwhile: int) -> NDArray[np.int64]:
+def dense_tokens(tokens: NDArray[np.int64], min_context: int | None) -> NDArray[np.int64]:
     """Return the largest number of tokens with which requests are dense, by their budgets in tokens."""
-    least = tokens + worthwhile if min_context is None else min_context
+    least = tokens + WORTHWHILE if min_context is None else min_context
     found: NDArray[np.int64] = np.maximum(tokens, least - 1)
     return found
 
@@ -133,14 +135,13 @@ class SelectionPlanner:
 
     Args:
         budget: What a decode reads.
-        min_context: Requests with fewer tokens are dense, even if they exceed their budget; None for ``worthwhile``.
-        worthwhile: Without a ``min_context``, the tokens that a request must have beyond its own budget.
+        min_context: Requests with fewer tokens are dense, even if they exceed their budget; None for those with fewer
+            than `WORTHWHILE` beyond their own budget.
     """
 
-    def __init__(self, budget: BlockBudget, min_context: int | None = 0, worthwhile: int = 0) -> None:
+    def __init__(self, budget: BlockBudget, min_context: int | None = 0) -> None:
         self.budget = budget
         self._min_context = min_context
-        self._worthwhile = worthwhile
         self._own: dict[str, BlockBudget] = {}
         self._made: dict[str, int] = {}
 
@@ -231,8 +232,6 @@ class SelectionPlanner:
         self, batch: StepBatch, pieces: QueryPieces, blocks: NDArray[np.int64], totals: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return the blocks that each piece reads, with the shares of longer contexts: it depends on positions only."""
-        if not self.budget.share and not self._own:
-            return totals
         shares = np.array([self._of(request_id).share for request_id in batch.request_ids])
         # 0.29 x 100 is a little less than 29.
         found: NDArray[np.int64] = np.maximum(totals, (blocks * shares[pieces.rows] + 1e-9).astype(np.int64))
@@ -243,7 +242,7 @@ class SelectionPlanner:
 
     def _dense_tokens(self, totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the largest number of tokens with which each request is dense, ``[num_reqs]``."""
-        return dense_tokens(totals * self.budget.block_size, self._min_context, self._worthwhile)
+        return dense_tokens(totals * self.budget.block_size, self._min_context)
 
     def _pieces(self, batch: StepBatch, dense_tokens: NDArray[np.int64]) -> QueryPieces:
         """Cut the step's rows so that each generated token that may be sparse is a piece of its own."""
@@ -296,19 +295,10 @@ class RestrictedTables(ReadTables):
         if (plan.blocks != plan.blocks[0]).any():
             ends = torch.from_numpy(plan.blocks - budget.recent - budget.sinks).to(device)
             self.hidden = torch.arange(self.candidates.shape[1], device=device) >= ends[:, None]
+        #: ``[sparse]``, int64: the queries of these rows among the step's tokens.
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
-
-    def select(self, made: KeyCodes, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what a layer reads; see `choose`.
-
-        Args:
-            made: The layer's representatives.
-            query: ``[num_tokens, num_heads, head_size]``: the queries of the step.
-            sum_over_ranks: See `AttentionView.sum_over_ranks`.
-        """
-        return self.choose(sum_over_ranks(made.shares(query[self.tokens], self.candidates, self.hidden)))
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return what a layer reads: sinks, the best candidates in the order of their positions, recent blocks.

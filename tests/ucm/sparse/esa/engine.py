@@ -16,7 +16,7 @@ from tests.ucm.stepping.engine import CheckedEngine
 from tests.ucm.stepping.setting import EngineSetting
 from tests.ucm.stepping.vllm_objects import engine_config
 from ucm.sparse.base import Role
-from ucm.sparse.factory import create_method
+from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
     import random
@@ -62,7 +62,8 @@ class Engine(CheckedEngine):
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=kind)
         super().__init__(setting, config, [f"layer.{layer}" for layer in range(LAYERS)], spec, chance)
         self.method: Any = self.scheduler._ucm_sparse_method
-        self.worker: Any = create_method(name, config, Role.WORKER, options)
+        self.worker: Any = method_class(name)(config, Role.WORKER, options)
+        assert not self.worker.confirms(self.method.asks_workers())
         always = options["sink_tokens"], options["window_tokens"]
         self.device: Device = Device(self.worker, setting.blocks, BLOCK, always)
         #: For each request that has finished: prompt, output, and the last layer's KV of all these tokens.

@@ -67,9 +67,11 @@ class Case:
         self.method = Tiles(real.config, Role.WORKER, options)
         self.method.attention = real.view
         self.method.worker_started()
-        self.method.caches[NAME] = real.kv_cache  # as the step of its admission has left it
+        self.method.confirms(("", owner_name()))
+        self.method.layer_seen(NAME)
+        self.method.layers_seen()
         released = tuple(BLOCKS[FIRST : FIRST + STORED])
-        news = OffloadedNews(owner_name(), "", (), (Released("0", 0, FIRST, released, tuple(resident)),))
+        news = OffloadedNews((), (Released("0", 0, FIRST, released, tuple(resident)),))
         self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=news))
         self._clobber(released)
 
@@ -92,8 +94,8 @@ class Case:
         used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
         output = self.real.attend(query, used)
         self.method.execute_finished(None, None, None)
-        holds = self.method._offloaded["0"].layers[NAME]._holds
-        content = dict(zip(self.resident, holds, strict=False))
+        slots = self.method._offloaded["0"].layers[NAME]._slots
+        content = {self.resident[slot]: place for place, slot in slots.items()}
         held = used.block_table[0, : -(-int(used.seq_lens[0]) // SIZE)].tolist()
         places = [(content.get(block), block) for block in held]
         return query, output, [BLOCKS.index(block) if place is None else place for place, block in places]

@@ -14,7 +14,8 @@ from ucm.logger import get_logger
 from ucm.sparse.attention import CopyingView
 from ucm.sparse.base import Role
 from ucm.sparse.esa.method import ESA
-from ucm.sparse.factory import create_method
+from ucm.sparse.esa.offloaded import Losses
+from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ def config(**others: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["ESA", "BlockRetrieval"])
 def test_both_names_lead_here(name: str) -> None:
-    assert isinstance(create_method(name, config(), Role.WORKER, {}), ESA)
+    assert isinstance(method_class(name)(config(), Role.WORKER, {}), ESA)
 
 
 def test_the_store_is_in_shared_memory_apart_from_the_prefix_cache_by_default() -> None:
@@ -116,6 +117,12 @@ def test_a_wrong_option_is_told_beside_a_directory_that_does_not_answer(
     [refusal] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, clock, wrong)
     assert isinstance(refusal, ConfigError)
     assert "no_such_option" in refusal.where
+
+
+def test_a_worker_elsewhere_does_not_reach_the_file_for_losses(tmp_path: Path) -> None:
+    worker, losses, elsewhere = ESA(config(), Role.WORKER, {}), Losses(), str(tmp_path / "none")
+    assert worker.confirms((losses.path, "engine")) == ""
+    assert f"it cannot write to the scheduler's {elsewhere}, where" in worker.confirms((elsewhere, "engine"))
 
 
 @pytest.mark.parametrize("group", ["SCHEDULER", "ATTENTION", "MODEL_RUNNER"])

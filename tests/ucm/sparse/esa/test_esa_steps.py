@@ -155,7 +155,7 @@ def test_a_request_that_has_lost_blocks_goes_alone(
     give_way = blocks.give_way
     # As often as anybody likes.
     monkeypatch.setattr(blocks, "give_way", lambda request: [give_way(request) for _ in range(2)])
-    tell_loss(engine.method._blocks._losses.path, engine.method._blocks._offloaded[first.request_id].admission)
+    tell_loss(engine.method._blocks.losses.path, engine.method._blocks._offloaded[first.request_id].admission)
     engine.drain()
     assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
     assert first.priority == priority
@@ -229,9 +229,7 @@ def test_a_request_that_is_computed_anew_goes_on_alike(tmp_path: Path, *, cachin
         while lost and request.num_output_tokens < 40:
             engine.turn()
         if lost:
-            tell_loss(
-                engine.method._blocks._losses.path, engine.method._blocks._offloaded[request.request_id].admission
-            )
+            tell_loss(engine.method._blocks.losses.path, engine.method._blocks._offloaded[request.request_id].admission)
         engine.drain()
         assert request.num_preemptions == lost
         answers.append(engine.answers[request.request_id])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
-from ucm.sparse.esa.offloaded import Losses, block_key, out_of_reach, tell_loss
+from ucm.sparse.esa.offloaded import Losses, block_key, tell_loss
 
 if TYPE_CHECKING:
     import pytest
@@ -52,13 +52,6 @@ def test_a_file_that_was_cleaned_up_is_made_again() -> None:
     tell_loss(losses.path, 9)
     assert losses.admissions() == {7, 8, 9}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_worker_elsewhere_does_not_reach_the_file(tmp_path: Path) -> None:
-    losses = Losses()
-    assert out_of_reach(losses.path) == ""
-    elsewhere = str(tmp_path / "none")
-    assert out_of_reach(elsewhere) == f"it cannot write to the scheduler's {elsewhere}, where it reports lost blocks"
 
 
 def test_what_cannot_be_told_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

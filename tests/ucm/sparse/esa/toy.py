@@ -120,6 +120,9 @@ class Device:
         }
         method.attention = self  # type: ignore[assignment] # what it asks of one
         method.worker_started()
+        for name in self.caches:
+            method.layer_seen(name)
+        method.layers_seen()
         self.rows = Rows()
         #: For each request and layer, the KV that was written, or found at its admission.
         self.written: dict[tuple[str, int], torch.Tensor] = {}
@@ -138,6 +141,12 @@ class Device:
 
     def require_engine(self, *, latent: bool = False, drafts: bool = False, hybrid: bool = False) -> None:
         """Accept the engine."""
+
+    def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
+        """Accept the layer."""
+
+    def bound_cache(self, layer_name: str) -> torch.Tensor:
+        return self.caches[layer_name]
 
     def block_size(self, layer_name: str, kv_cache: torch.Tensor) -> int:
         del layer_name

@@ -33,10 +33,26 @@ OPTIONS = {"token_budget": 20, "min_context": 0, "sink_tokens": 4, "recent_token
 
 
 def method(**options: Any) -> BlockTopK:
+    return seen(unseen(**options))
+
+
+def unseen(**options: Any) -> BlockTopK:
+    """Return the method before the model has layers."""
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=SIZE), parallel_config=SimpleNamespace(rank=0))
     made = BlockTopK(config, Role.WORKER, {**OPTIONS, **options})
     made.attention = FakeView()
     made.worker_started()
+    return made
+
+
+def seen(made: BlockTopK) -> BlockTopK:
+    """Let the method see all layers with their caches, as before an engine's first request."""
+    view = view_of(made)
+    view.bound = cache()
+    for layer in LAYERS:
+        made.layer_seen(layer)
+    made.layers_seen()
+    view.reads.clear()
     return made
 
 
@@ -121,7 +137,7 @@ def test_what_fits_and_what_is_no_decode_is_left_alone() -> None:
     dense = metadata(batch, [list(range(20, 28)), list(range(30, 38)), LONG])
     assert all(found is dense for found in run(made, batch, dense, cache()))
     for blocks in view_of(made).reads.values():
-        assert sorted(set(blocks)) == [0, *LONG[1:-1], *range(31, 36)], "of block 0 the shape"
+        assert sorted(set(blocks)) == [*LONG[1:-1], *range(31, 36)]
 
 
 def test_what_is_kept_of_a_block_is_made_when_it_is_complete_and_not_when_it_is_first_wanted() -> None:
@@ -132,7 +148,7 @@ def test_what_is_kept_of_a_block_is_made_when_it_is_complete_and_not_when_it_is_
         batch = step(("a", computed, new, 30), admitted=["a"] if computed == 8 else [])
         found = run(made, batch, metadata(batch, [row]), kv)[-1]
         for blocks in view_of(made).reads.values():
-            assert sorted(set(blocks)) == [0, *row[1 : computed // SIZE]], "of block 0 the shape"
+            assert sorted(set(blocks)) == [*row[1 : computed // SIZE]]
             assert len(blocks) == len(set(blocks))
     assert found.block_table.shape == (1, 5)
 
@@ -388,7 +404,9 @@ def test_a_failure_on_one_of_several_ranks_ends_the_engine(monkeypatch: pytest.M
 
 def test_a_worker_may_have_dense_layers_alone() -> None:
     """The first stage of a pipeline."""
-    made, batch = method(dense_layers=len(LAYERS)), step(("a", 30, 1, 8))
+    made, batch = unseen(dense_layers=len(LAYERS)), step(("a", 30, 1, 8))
+    made.vllm_config.parallel_config.pipeline_parallel_size = 2
+    seen(made)
     dense = metadata(batch, [LONG])
     assert all(found is dense for found in run(made, batch, dense, cache()))
     assert not made.counts
@@ -418,10 +436,6 @@ def only_the_middle_layer_is_restricted(made: BlockTopK) -> None:
 def test_representatives_are_allocated_before_the_first_step() -> None:
     """As many bytes as were taken from the KV cache for them; no step allocates further ones."""
     made = method()
-    view_of(made).bound = cache()
-    for layer in LAYERS:
-        made.layer_seen(layer)
-    made.layers_seen()
     spec = SimpleNamespace(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
     windowed = SimpleNamespace(**vars(spec), sliding_window=64)
     recurrent = SimpleNamespace(block_size=SIZE, shapes=((3, 4), (5, 6)))
@@ -437,7 +451,7 @@ def test_representatives_are_allocated_before_the_first_step() -> None:
 
 def test_representatives_that_do_not_fit_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of so many blocks that torch itself refuses the memory for their summaries."""
-    made = method()
+    made = unseen()
     view_of(made).bound = cache()
     monkeypatch.setattr(FakeView, "num_blocks", lambda *_: 1 << 45)
     made.layer_seen(LAYERS[1])
@@ -451,11 +465,9 @@ def test_representatives_that_do_not_fit_end_the_start(monkeypatch: pytest.Monke
 
 def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
     """The first and the last one; the layer between them is restricted, and sets the size of blocks."""
-    made = method(dense_layers=0)
+    made = unseen(dense_layers=0)
     view_of(made).windowed = (LAYERS[0], LAYERS[2])
-    for layer in LAYERS:
-        made.layer_seen(layer)
-    made.layers_seen()
+    seen(made)
     assert view_of(made).required == {(LAYERS[1], True)}
     only_the_middle_layer_is_restricted(made)
 
@@ -463,18 +475,16 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
 def test_a_model_of_which_nothing_would_be_restricted_is_refused() -> None:
     """Its layers have windows or states of their own, or are dense by the options."""
     with pytest.raises(SparseMethodError, match="nothing would be restricted"):
-        method(dense_layers=1).layers_seen()
-    made = method(dense_layers=1)
+        unseen(dense_layers=1).layers_seen()
+    made = unseen(dense_layers=1)
     view_of(made).windowed = (LAYERS[1], LAYERS[2])
-    for layer in LAYERS:
-        made.layer_seen(layer)
     with pytest.raises(SparseMethodError, match="nothing would be restricted") as caught:
-        made.layers_seen()
+        seen(made)
     assert "dense_layers" in caught.value.where
 
 
 def test_engine_and_layers_are_required() -> None:
-    made = method()
+    made = unseen()
     assert view_of(made).engine_required
     made.layer_seen(LAYERS[0])
     made.layer_seen(LAYERS[1])
@@ -522,7 +532,7 @@ def test_blocks_of_the_metadata_may_be_smaller_than_the_managers() -> None:
     made.attention = FakeView()
     made.worker_started()
     batch = step(("a", 50, 1, 8))
-    found = run(made, batch, metadata(batch, [list(range(10, 23))]), cache())[-1]
+    found = run(seen(made), batch, metadata(batch, [list(range(10, 23))]), cache())[-1]
     assert found.block_table.shape == (1, 10)
     assert found.seq_lens.tolist() == [39]
 

@@ -57,6 +57,9 @@ class Worker:
         self.method.attention = self.view
         self.method.worker_started()
         self._kv = torch.randn((2, BLOCKS, SIZE, KV_HEADS, HEAD), generator=torch.Generator().manual_seed(0))
+        self.view.bound = self._kv
+        self.method.layer_seen(LAYER)
+        self.method.layers_seen()
 
     def step(self, batch: StepBatch, rows: Sequence[Sequence[int]], **verified: int) -> Metadata:
         """Run a step of the engine; return the metadata that its attention uses."""
@@ -208,7 +211,6 @@ def test_by_default_drafts_wait_until_steps_were_measured() -> None:
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     worker = Worker(drafting="measured")
     payoff = worker.method._payoff
-    assert payoff is not None
     worker.step(step(("a", 29, 1, 29)), [ROW])
     with patch.object(payoff, "choose", return_value={"a": 3}):
         assert worker.chosen([[4]], 30)
@@ -272,7 +274,7 @@ def test_on_a_cpu_nothing_is_drafted_beside_a_request_that_samples() -> None:
 
 def test_a_connector_that_may_save_drafts_is_refused() -> None:
     scheduler = SimpleNamespace(num_lookahead_tokens=0, connector=SimpleNamespace())
-    with pytest.raises(SparseMethodError, match="another one than UCM's may save"):
+    with pytest.raises(SparseMethodError, match="may save the KV of drafts"):
         SparseDrafts(config(), Role.SCHEDULER, OPTIONS).scheduler_started(scheduler)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from ucm.sparse.attention import StepBatch
 from ucm.sparse.base import Role
-from ucm.sparse.topk.method import WORTHWHILE, BlockTopK
-from ucm.sparse.topk.selection import SelectionPlanner
+from ucm.sparse.topk.method import BlockTopK
+from ucm.sparse.topk.selection import WORTHWHILE, SelectionPlanner
 
 
 def method(*, latent: bool, **more: Any) -> BlockTopK:
@@ -43,7 +43,7 @@ def test_answers_that_are_dense_anyway_are_computed_again_at_once(more: dict[str
     request, one = SimpleNamespace(num_prompt_tokens=100), method(latent=False, **more)
     assert one.limit_new_tokens(request, 90, least) == least - 91
     assert one.limit_new_tokens(request, least - 5, 30) == 10
-    planner = SelectionPlanner(one._budget(16), more.get("min_context"), WORTHWHILE)
+    planner = SelectionPlanner(one._budget(16), more.get("min_context"))
     assert planner.plan(step(90, least - 91), set()) is None
 
 

@@ -15,7 +15,6 @@ from tests.ucm.sparse.fake_view import metadata
 from tests.ucm.sparse.steps import step
 from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, KV_HEADS, LAYERS, LONG, SIZE, cache, method, run
 from ucm.sparse.topk import samples
-from ucm.sparse.topk.samples import masses_of, products
 
 
 @pytest.fixture(autouse=True)
@@ -66,18 +65,6 @@ def test_keys_of_the_step_itself_are_left_out() -> None:
     found = made.figures()
     assert found["attention_samples"] == 2
     assert 0 < found["attention_kept"] <= 2
-
-
-def test_masses_are_those_of_attention() -> None:
-    source = torch.Generator().manual_seed(0)
-    query, keys = torch.randn((2, 4, 8), generator=source), torch.randn((2, 3, 5, 2, 8), generator=source)
-    found = masses_of(products(query, keys), 5, 13)
-    torch.testing.assert_close(found.sum(-1), torch.ones(2))
-    wanted = torch.zeros(3)
-    for head in range(4):
-        weights = (keys[1, :, :, head // 2].flatten(0, 1)[:13] @ query[1, head] * 8**-0.5).softmax(0)
-        wanted += torch.stack([weights[:5].sum(), weights[5:10].sum(), weights[10:].sum()]) / 4
-    torch.testing.assert_close(found[1], wanted)
 
 
 def test_few_choices_are_measured_and_all_layers_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from tests.ucm.sparse.fake_view import metadata
 from tests.ucm.sparse.steps import step
 from ucm.errors import SparseMethodError
+from ucm.sparse.topk import selection
 from ucm.sparse.topk.selection import (
     BlockBudget,
     MissingBlocks,
@@ -248,9 +249,10 @@ def test_below_the_least_context_all_is_dense() -> None:
     assert plan_of(SelectionPlanner(BUDGET, min_context=5), ("a", 19, 1, 8)) is None, "the budget holds as well"
 
 
-def test_a_request_that_could_leave_out_too_little_is_dense() -> None:
+def test_a_request_that_could_leave_out_too_little_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten tokens more than five blocks of four, or than the request's own six."""
-    planner = SelectionPlanner(BUDGET, None, 10)
+    monkeypatch.setattr(selection, "WORTHWHILE", 10)
+    planner = SelectionPlanner(BUDGET, None)
     planner.give("own", BlockBudget(4, 1, 2, 6))
     rows = [("less", 28, 1, 8), ("enough", 29, 1, 8), ("own", 32, 1, 8)]
     plan = plan_of(planner, *rows)

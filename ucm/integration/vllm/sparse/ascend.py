@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, rows_of
+from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, require_restrictable, rows_of
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +33,6 @@ FIELDS = (
     *(TABLE, "seq_lens", "seq_lens_list", "actual_seq_lengths_q", "query_start_loc", "max_query_len"),
     *("attn_state", "slot_mapping", "num_actual_tokens", "causal"),
 )
-#: Fields that are set where a rank holds only some tokens of a request, or where vLLM Ascend itself chooses blocks.
-OTHER_READERS = ("prefill", "decode_meta", "kvcomp_metadata")
 #: The state of a step whose requests are all new: the kernel reads the step's keys and no block table.
 WITHOUT_TABLE = "PrefillNoCache"
 #: The state of a step in which a row has any number of queries and of earlier tokens.
@@ -65,12 +64,8 @@ class AscendBackend(PagedBackend):
         """The metadata with other blocks to read."""
         del max_seq_len  # the kernels find it in the list
         require_restrictable(attn_metadata)
-        if optional(layer.impl, "enable_hamming_sparse", False):
-            raise SparseMethodError(
-                "vLLM Ascend chooses the blocks of this layer itself",
-                where=f"{IMPLEMENTATION}.enable_hamming_sparse",
-                fix="switch one of the two off",
-            )
+        itself = {"vLLM Ascend chooses the blocks of this layer itself": optional(layer.impl, "enable_hamming_sparse")}
+        refuse(itself, f"{IMPLEMENTATION}.enable_hamming_sparse", "switch one of the two off")
         on_host = self._on_host(attn_metadata, seq_lens)
         table, lens, queries = rows_of(attn_metadata, block_table, on_host, split)
         changes: dict[str, Any] = {TABLE: table, "seq_lens": lens, "seq_lens_list": lens.tolist(), **queries}
@@ -105,9 +100,6 @@ class AscendBackend(PagedBackend):
             self._copied = attn_metadata, seq_lens, copy
         return self._copied[2]
 
-    def _keys(self, layer: Any, kv_cache: Any) -> Tensor:
-        return self._planes(layer, kv_cache)[0]
-
     def _planes(self, layer: Any, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``: one tensor, or one for each."""
         wanted = (layer.num_kv_heads, layer.head_size)
@@ -119,22 +111,3 @@ class AscendBackend(PagedBackend):
             where=f"{type(layer.impl).__name__}, {layer.num_kv_heads} KV heads of {layer.head_size}",
             fix=OTHER,
         )
-
-
-def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse metadata whose kernel looks at more than rows of blocks.
-
-    Raises:
-        SparseMethodError: If it does.
-    """
-    name = type(attn_metadata).__name__
-    for field in FIELDS:
-        if not hasattr(attn_metadata, field):
-            raise SparseMethodError(f"the attention backend's metadata has no {field}", where=name, fix=OTHER)
-    for field in OTHER_READERS:
-        if optional(attn_metadata, field) is not None:
-            raise SparseMethodError(
-                "this step's attention reads more than one block table", where=f"{name}.{field}", fix=OTHER
-            )
-    if attn_metadata.causal is not True:
-        raise SparseMethodError("the attention of this step is not causal", where=name, fix=OTHER)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.compat import optional
 from ucm.errors import SparseMethodError
@@ -25,33 +25,58 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "CPUAttentionBackendImpl"
 #: The number of dimensions of a cache with keys and values as halves of each head; up to 0.22.1 they are planes.
 _HALVES_OF_HEADS = 4
-#: Sizes and strides, outermost first.
-Order: TypeAlias = "list[tuple[int, int]]"
 #: Integers below this are exact in every dtype of a cache.
 DIGIT = 256
 
 
-class CpuBackend:
+class Order(NamedTuple):
+    """Where a head's keys or values lie in a block.
+
+    Attributes:
+        places: ``[block_size * head_size]``, int64: the place of each element, by token.
+        sizes: The sizes of a view of the block that has them in this order.
+        strides: Its strides.
+    """
+
+    places: Tensor
+    sizes: list[int]
+    strides: list[int]
+
+    @classmethod
+    def of(cls, places: Tensor) -> Order | None:
+        """Return the order of elements with these places; None if no view has it."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        every, found, viewed = places.tolist(), cls(places, [], []), torch.zeros(1, dtype=torch.int64)
+        while len(viewed) < len(every):
+            done, size = len(viewed), 2
+            stride = every[done] - every[0]
+            while size * done < len(every) and every[size * done] - every[0] == size * stride:
+                size += 1
+            found.sizes.insert(0, size)
+            found.strides.insert(0, stride)
+            viewed = (stride * torch.arange(size)[:, None] + viewed).flatten()
+        return found if torch.equal(viewed, places) else None
+
+    def view(self, packed: Tensor) -> Tensor:
+        """Return a view by token of the elements in the last dimension, which becomes several."""
+        own = packed.shape[:-1], packed.stride()[:-1]
+        return packed.as_strided((*own[0], *self.sizes), (*own[1], *self.strides), packed.storage_offset())
+
+
+class CpuBackend(paged.KeysInPlace):
     """vLLM's CPU attention; `Backend` documents the methods."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
         #: By kind of cache, the order of a head's keys and of its values in a block.
-        self._orders: dict[tuple[object, ...], tuple[Order, Order]] = {}
+        self._orders: dict[tuple[object, ...], list[Order]] = {}
         #: The last schedule, with the metadata and the lengths that it was computed for.
         self._scheduled: tuple[Any, Any, Any] | None = None
 
     def serves(self, impl: Any) -> bool:
         """Return whether an implementation is this one, in its form from 0.11.1 on."""
         return type(impl).__name__ == IMPLEMENTATION and paged.metadata_class(type(impl)) is not None
-
-    def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the tokens of a block."""
-        return int(_halves(layer, kv_cache)[0].shape[2])
-
-    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the number of blocks of the cache."""
-        return int(_halves(layer, kv_cache)[0].shape[0])
 
     def restricted(
         self,
@@ -83,8 +108,8 @@ class CpuBackend:
         # Copying whole blocks with their values is several times faster than copying the keys alone.
         whole = (kv_cache if kv_cache.dim() == _HALVES_OF_HEADS else stored).flatten(1).index_select(0, block_ids)
         packed = whole.view(len(block_ids), heads, -1)[:, :, : block_size * head_size]
-        laid_out = _laid_out(packed, self._order(layer, kv_cache)[0])
-        return laid_out.reshape(len(block_ids), heads, block_size, head_size).transpose(1, 2)
+        by_token = self._order(layer, kv_cache)[0].view(packed)
+        return by_token.reshape(len(block_ids), heads, block_size, head_size).transpose(1, 2)
 
     def require_parts(self, layer: Any) -> None:
         """Accept any layer: PyTorch's own kernel computes parts of it."""
@@ -102,8 +127,8 @@ class CpuBackend:
             kv_cache.dtype == torch.bfloat16,
             *(keys.shape[2], keys.shape[1], keys.shape[3], layer.num_heads // layer.num_kv_heads),
             *(keys.stride(0), keys.stride(1)),
-            tuple(places_of(of_keys)),
-            tuple(place + behind for place in places_of(of_values)),
+            tuple(of_keys.places.tolist()),
+            tuple((of_values.places + behind).tolist()),
             float(layer.impl.scale),
         )
 
@@ -120,7 +145,7 @@ class CpuBackend:
             rows = (half * blocks + block_ids) * heads + head
         found = kv_cache.view(-1, block_size * head_size).index_select(0, rows.flatten()).view(*rows.shape, -1)
         keys, values = (
-            _laid_out(of, order).reshape(heads, len(block_ids), block_size, head_size).contiguous().permute(1, 2, 0, 3)
+            order.view(of).reshape(heads, len(block_ids), block_size, head_size).contiguous().permute(1, 2, 0, 3)
             for of, order in zip(found, self._order(layer, kv_cache), strict=True)
         )
         return keys, values
@@ -168,7 +193,10 @@ class CpuBackend:
         }
         write(**_arguments(write, known))
 
-    def _order(self, layer: Any, kv_cache: Tensor) -> tuple[Order, Order]:
+    def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
+        return _halves(layer, kv_cache)[0].transpose(1, 2)  # packed: of use for its shape
+
+    def _order(self, layer: Any, kv_cache: Tensor) -> list[Order]:
         """Return the order of a head's keys, and of its values, in a block."""
         _, heads, block_size, head_size = _halves(layer, kv_cache)[0].shape
         isa = self._isa(layer, block_size)
@@ -214,16 +242,13 @@ class CpuBackend:
             found = choose(**_arguments(choose, known))
         return str(found)
 
-    def _find_order(self, layer: Any, kv_cache: Tensor, isa: str) -> tuple[Order, Order]:
+    def _find_order(self, layer: Any, kv_cache: Tensor, isa: str) -> list[Order]:
         """Determine the order of a head's keys, and of its values, in a block.
 
         The index of each element is written digit by digit, because few integers are exact in some dtypes of a cache.
 
-        Returns:
-            For keys and for values, the sizes and strides of a view of a head's memory that is ordered by token.
-
         Raises:
-            SparseMethodError: If an element is not found exactly once, in its own head.
+            SparseMethodError: If there is none, or elements are not found in their own head, and at one place in all.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -234,73 +259,27 @@ class CpuBackend:
         _, heads, block_size, head_size = halves[0].shape
         number = torch.arange(block_size * head_size).view(block_size, 1, head_size).expand(-1, heads, -1)
         owner = torch.arange(heads).view(1, heads, 1).expand(block_size, -1, head_size)
-        slots = torch.arange(block_size)
-        found = torch.zeros(2, heads, block_size * head_size, dtype=torch.int64)
-        for digit in range(3):
-            of_digit = (number // DIGIT**digit % DIGIT).to(kv_cache.dtype).contiguous()
-            self._write(layer, scratch, of_digit, of_digit, slots, isa)
-            for half, stored in enumerate(halves):
-                found[half] += stored[0].reshape(heads, -1).to(torch.int64) * DIGIT**digit
-        owners = (owner % DIGIT).to(kv_cache.dtype).contiguous()
-        self._write(layer, scratch, owners, owners, slots, isa)
-        orders = [
-            _order_of(numbers, stored[0].reshape(heads, -1).to(torch.int64))
-            for numbers, stored in zip(found, halves, strict=True)
-        ]
-        if orders[0] is None or orders[1] is None:
-            raise SparseMethodError(
-                f"the positions of {'keys' if orders[0] is None else 'values'} in the KV cache cannot be determined",
-                where=f"CPU attention for {isa}, a KV cache of the shape {tuple(kv_cache.shape)}",
-                fix="use a method that reads no keys, and report this processor and vLLM's version",
-            )
-        return orders[0], orders[1]
 
+        def written(digit: Tensor) -> list[Tensor]:
+            """Write digits as keys and values, and return what is in memory then: ``[heads, elements]``, int64."""
+            digit = (digit % DIGIT).to(kv_cache.dtype).contiguous()
+            self._write(layer, scratch, digit, digit, torch.arange(block_size), isa)
+            return [stored[0].reshape(heads, -1).to(torch.int64) for stored in halves]
 
-def _order_of(numbers: Tensor, owners: Tensor) -> Order | None:
-    """Return the order of the elements; None unless each occurs once, and at the same place in all heads."""
-    import torch  # noqa: PLC0415 - vLLM brings it
-
-    place = numbers[0].argsort()
-    dimensions = strided(place.tolist())
-    heads, count = numbers.shape
-    right = (
-        torch.equal(numbers[0][place], torch.arange(count))
-        and bool((numbers == numbers[0]).all())
-        and torch.equal(owners, (torch.arange(heads) % DIGIT).view(heads, 1).expand_as(owners))
-    )
-    return dimensions if right else None
-
-
-def _laid_out(packed: Tensor, order: Order) -> Tensor:
-    """Return a view that is ordered by token; the last dimension has the order of `_order_of`."""
-    sizes, strides = zip(*order, strict=True)
-    return packed.as_strided((*packed.shape[:-1], *sizes), (*packed.stride()[:-1], *strides), packed.storage_offset())
-
-
-def strided(places: list[int]) -> Order | None:
-    """Return sizes and strides that describe the places, outermost first; None if there are none.
-
-    Args:
-        places: The place of each element in memory.
-    """
-    found: list[tuple[int, int]] = []
-    done = 1
-    while done < len(places):
-        stride = places[done] - places[0]
-        size = 2
-        while size * done < len(places) and places[size * done] - places[0] == size * stride:
-            size += 1
-        found.insert(0, (size, stride))
-        done *= size
-    return found if places_of(found) == places else None
-
-
-def places_of(order: Order) -> list[int]:
-    """Return the place of each element in memory."""
-    built = [0]
-    for size, stride in reversed(order):
-        built = [n * stride + place for n in range(size) for place in built]
-    return built
+        digits = [written(number // DIGIT**place) for place in range(3)]
+        found, whole = [], torch.arange(block_size * head_size)
+        for what, own, *of in zip(("keys", "values"), written(owner), *digits, strict=True):
+            numbers = torch.stack(of, -1) @ DIGIT ** torch.arange(len(of))
+            order = Order.of(numbers[0].argsort())
+            right = torch.equal(numbers.sort().values, whole.expand_as(numbers)) and (numbers == numbers[0]).all()
+            if order is None or not right or (own != (torch.arange(heads) % DIGIT)[:, None]).any():
+                raise SparseMethodError(
+                    f"the positions of {what} in the KV cache cannot be determined",
+                    where=f"CPU attention for {isa}, a KV cache of the shape {tuple(kv_cache.shape)}",
+                    fix="use a method that reads no keys, and report this processor and vLLM's version",
+                )
+            found.append(order)
+        return found
 
 
 def _halves(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional
-from ucm.errors import SparseMethodError
+from ucm.integration.vllm.sparse.paged import KeysInPlace
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,22 +26,12 @@ METADATA = "MLACommonMetadata"
 OTHER = "serve this model without ucm_sparse_config"
 
 
-class LatentBackend:
+class LatentBackend(KeysInPlace):
     """Latent attention on the CPU; `Backend` documents the methods. ``layer`` is vLLM's ``MLAAttention``."""
 
     def serves(self, impl: Any) -> bool:
         """Return whether an implementation is this one."""
         return type(impl).__name__ == IMPLEMENTATION
-
-    def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the tokens of a block."""
-        del layer
-        return int(kv_cache.shape[1])
-
-    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """Return the number of blocks of the cache."""
-        del layer
-        return int(kv_cache.shape[0])
 
     def scored(self, layer: Any, query: Tensor, attn_metadata: Any) -> Tensor:
         """Return the absorbed queries of the step's decodes.
@@ -72,22 +63,17 @@ class LatentBackend:
         """Return the metadata with other blocks for its decodes to read."""
         del layer
         require_restrictable(attn_metadata)
-        if split is not None:
-            raise SparseMethodError(
-                "the tokens of a prompt cannot read different blocks with latent attention",
-                where=type(attn_metadata).__name__,
-                fix=OTHER,
-            )
+        divided = "the tokens of a prompt cannot read different blocks with latent attention"
+        refuse({divided: split is not None}, type(attn_metadata).__name__)
         count = attn_metadata.num_decodes
         decode = dataclasses.replace(
             attn_metadata.decode, block_table=block_table[:count].contiguous(), seq_lens=seq_lens[:count]
         )
         return dataclasses.replace(attn_metadata, decode=decode, max_seq_len=max_seq_len)
 
-    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the latent keys of some blocks, of the only KV head."""
+    def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
         del layer
-        return kv_cache[block_ids][:, :, None]
+        return kv_cache[:, :, None]  # the latent keys, of the only KV head
 
 
 def is_latent(attn_metadata: Any) -> bool:
@@ -107,13 +93,10 @@ def block_table(attn_metadata: Any) -> Tensor:
 
 
 def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse steps whose attention reads more than the rows of the decodes' block table.
-
-    Raises:
-        SparseMethodError: If a decode has several tokens, or the attention is not causal.
-    """
-    name = type(attn_metadata).__name__
-    if attn_metadata.num_decodes != attn_metadata.num_decode_tokens:
-        raise SparseMethodError("a decode of latent attention has several tokens", where=name, fix=OTHER)
-    if optional(attn_metadata, "causal", True) is not True:
-        raise SparseMethodError("the attention of this step is not causal", where=name, fix=OTHER)
+    """Refuse steps whose attention reads more than the rows of the decodes' block table."""
+    several = attn_metadata.num_decodes != attn_metadata.num_decode_tokens
+    obstacles = {
+        "a decode of latent attention has several tokens": several,
+        "the attention of this step is not causal": optional(attn_metadata, "causal", True) is not True,
+    }
+    refuse(obstacles, type(attn_metadata).__name__)

@@ -36,6 +36,7 @@ from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.requirements import lower_graphs
 from ucm.rotary import Rotary
 from ucm.sparse.attention import AttentionOf, PartsOf, StepBatch, asked_of
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,11 +65,11 @@ class Rotaries:
 
     Args:
         runner: vLLM's model runner, by a weak reference; its model is loaded before a layer is asked for.
-        model_config: vLLM's ``ModelConfig``.
+        vllm_config: vLLM's ``VllmConfig``.
     """
 
-    def __init__(self, runner: Callable[[], Any], model_config: Any) -> None:
-        self._runner, self._config = runner, model_config
+    def __init__(self, runner: Callable[[], Any], vllm_config: Any) -> None:
+        self._runner, self._config = runner, vllm_config
         self._by_layer: dict[str, Rotary] = {}
         self._by_module: dict[int, Rotary] = {}
 
@@ -83,11 +84,12 @@ class Rotaries:
         if found is None:
             owner = _owner(self._runner(), layer)
             module: Any = optional(owner, ATTRIBUTE)
-            _require_plain(layer_name, owner, module, self._config)
+            _require_plain(layer_name, owner, module, self._config.model_config)
             if id(module) not in self._by_module:
                 table = module.cos_sin_cache
                 frequencies = _frequencies(module, table, f"layer {layer_name}")
-                applied = _as_applied(module, table, self._config)
+                # Multiplied in the dtype of queries and keys, except in FlashInfer's kernel.
+                applied = table if rotates_in_float(module) else table.to(self._config.model_config.dtype)
                 self._by_module[id(module)] = Rotary(applied, module.is_neox_style, frequencies)
             found = self._by_layer[layer_name] = self._by_module[id(module)]
         return found
@@ -95,8 +97,7 @@ class Rotaries:
 
 def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) -> None:
     where = f"layer {layer_name}"
-    if module is None:
-        raise SparseMethodError("no rotary embedding was found for the layer", where=where, fix=ELSEWHERE)
+    refuse({"no rotary embedding was found for the layer": module is None}, where, ELSEWHERE)
     kind = type(module).__name__
     table = rotary_table(module)
     if kind != PLAIN or table is None:
@@ -107,12 +108,8 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
             fix="serve this model without this method, or with its plain rotary embedding (no rope_scaling, or "
             "rope_parameters of the rope_type default, in --hf-overrides)",
         )
-    if NORM_BEHIND.search(_source(owner)):
-        raise SparseMethodError(
-            "the layer normalises its keys after their rotation, which then cannot be undone",
-            where=where,
-            fix=ELSEWHERE,
-        )
+    normed = "the layer normalises its keys after their rotation, which then cannot be undone"
+    refuse({normed: NORM_BEHIND.search(_source(owner))}, where, ELSEWHERE)
     longest = int(model_config.max_model_len)
     if table.shape[0] < longest:
         raise SparseMethodError(
@@ -137,11 +134,6 @@ def _source(owner: Any) -> str:
         return ""
 
 
-def _as_applied(module: Any, table: Tensor, model_config: Any) -> Tensor:
-    """Return the table in the dtype of the multiplication: that of queries and keys, except in FlashInfer's kernel."""
-    return table if rotates_in_float(module) else table.to(model_config.dtype)
-
-
 def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
     """Return radians per position, by the formula of plain rotary embedding.
 
@@ -155,12 +147,8 @@ def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
     angles = torch.arange(min(CHECKED, table.shape[0]))[:, None] * frequencies
     wanted = torch.cat((angles.cos(), angles.sin()), dim=-1)
     off = float((table[: len(wanted)].float().cpu() - wanted).abs().max())
-    if not off < TOLERANCE:
-        raise SparseMethodError(
-            f"the rotary embedding's table is not that of its base, {module.base}: it is off by {off:.3g}",
-            where=where,
-            fix=ELSEWHERE,
-        )
+    other = f"the rotary embedding's table is not that of its base, {module.base}: it is off by {off:.3g}"
+    refuse({other: not off < TOLERANCE}, where, ELSEWHERE)
     return frequencies.to(table.device)
 
 
@@ -274,8 +262,7 @@ class AttentionLayers:
         )
         self._latent = False  #: whether the method serves latent attention
         self._found: dict[str, tuple[Any, Backend]] = {}
-        self._reads_keys: set[str] = set()
-        self._rotaries: Rotaries | None = None
+        self._rotaries = Rotaries(self._runner, vllm_config)
 
     batch = staticmethod(step_batch)
 
@@ -311,9 +298,8 @@ class AttentionLayers:
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         """See `AttentionView.require`."""
         layer, _ = self._layer(layer_name)
-        if reads_keys and layer_name not in self._reads_keys:
+        if reads_keys:
             requirements.require_plain_keys(layer_name, layer)
-            self._reads_keys.add(layer_name)
 
     def bound_cache(self, layer_name: str) -> Tensor | None:
         """See `AttentionView.bound_cache`."""
@@ -335,9 +321,8 @@ class AttentionLayers:
         """See `AttentionView.block_table`."""
         if latent.is_latent(attn_metadata):
             return latent.block_table(attn_metadata)
-        of = ascend if hasattr(attn_metadata, ascend.TABLE) else paged
-        of.require_restrictable(attn_metadata)
-        table: Tensor = getattr(attn_metadata, of.TABLE)
+        paged.require_restrictable(attn_metadata)
+        table: Tensor = getattr(attn_metadata, ascend.TABLE if hasattr(attn_metadata, ascend.TABLE) else paged.TABLE)
         return table
 
     def scored(self, layer_name: str, query: Tensor, attn_metadata: Any) -> Tensor:
@@ -353,10 +338,7 @@ class AttentionLayers:
 
     def rotary(self, layer_name: str) -> Rotary:
         """See `PartsView.rotary`."""
-        layer, _ = self._layer(layer_name)
-        if self._rotaries is None:
-            self._rotaries = Rotaries(self._runner, self._config.model_config)
-        return self._rotaries.of(layer_name, layer)
+        return self._rotaries.of(layer_name, self._layer(layer_name)[0])
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
         """See `CopyingView.block_copies`."""
@@ -411,17 +393,13 @@ class RawBlocks:
         """See `BlockCopies.read`."""
         rows = self._memory.staging(len(block_ids))
         self._memory.gather(block_ids, range(len(self.layer_names)), rows)
-        self._wait()
+        if self._memory.device.type != "cpu":
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            getattr(torch, self._memory.device.type).current_stream().synchronize()
         return rows
 
     def write(self, layer: int, block_ids: Sequence[int], rows: Tensor) -> None:
         """See `BlockCopies.write`."""
         staged: list[Any] = [rows] * (layer + 1)
         self._memory.scatter(range(len(block_ids)), block_ids, range(layer, layer + 1), staged)
-
-    def _wait(self) -> None:
-        """Wait until the requested copies are in host memory."""
-        if self._memory.device.type != "cpu":
-            import torch  # noqa: PLC0415 - vLLM brings it
-
-            getattr(torch, self._memory.device.type).current_stream().synchronize()

@@ -11,7 +11,7 @@ from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.sparse.base import Role
-from ucm.sparse.factory import create_method
+from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def left_for_kv_caches(
         if configured is None:
             return list(available)
         name, options = configured
-        method = create_method(name, vllm_config, Role.SCHEDULER, options)
+        method = method_class(name)(vllm_config, Role.SCHEDULER, options)
         left = [
             _left(memory, _bytes_of_block(layers), method.bytes_beside_block(layers))
             for layers, memory in zip(kv_cache_specs, available, strict=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.compat import choose_backend, optional
 from ucm.errors import SparseMethodError
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +46,9 @@ AHEAD = {
     "prefix_kv_lens": None,
     "suffix_kv_lens": None,
 }
-#: Masks by a token's position, which differs from its index in a restricted table: refused if set.
-POSITIONAL = (
+#: Masks by a token's position, which differs from its index in a restricted table, and what vLLM Ascend sets where a
+#: rank holds only some tokens of a request, or where it chooses blocks itself: refused if set.
+OTHER_READERS = (
     "local_attn_metadata",
     "dcp_context_kv_lens",
     "mm_prefix_range",
@@ -54,16 +56,12 @@ POSITIONAL = (
     "mm_prefix_query_range_tensor",
     "rswa_prefix_lens",
     "dynamic_causal",
+    *("prefill", "decode_meta", "kvcomp_metadata"),
 )
 
 
-class PagedBackend:
-    """FlashAttention and Triton; `Backend` documents the methods."""
-
-    def serves(self, impl: Any) -> bool:
-        """Return whether an implementation is one of these and its module defines its metadata."""
-        kind = type(impl)
-        return kind.__name__ in IMPLEMENTATIONS and metadata_class(kind) is not None
+class KeysInPlace:
+    """The part of `Backend` that follows from where a cache has its keys."""
 
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
         """Return the tokens of a block."""
@@ -72,6 +70,23 @@ class PagedBackend:
     def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
         """Return the number of blocks of the cache."""
         return int(self._keys(layer, kv_cache).shape[0])
+
+    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+        """Return the keys of some blocks."""
+        return self._keys(layer, kv_cache)[block_ids]
+
+    def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
+        """Return a view of all keys, ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        raise NotImplementedError
+
+
+class PagedBackend(KeysInPlace):
+    """FlashAttention and Triton; `Backend` documents the methods."""
+
+    def serves(self, impl: Any) -> bool:
+        """Return whether an implementation is one of these and its module defines its metadata."""
+        kind = type(impl)
+        return kind.__name__ in IMPLEMENTATIONS and metadata_class(kind) is not None
 
     def restricted(
         self,
@@ -89,10 +104,6 @@ class PagedBackend:
         table, lens, queries = rows_of(attn_metadata, block_table, seq_lens, split)
         changes |= queries
         return dataclasses.replace(attn_metadata, **changes, block_table=table, seq_lens=lens, max_seq_len=max_seq_len)
-
-    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the keys of some blocks."""
-        return self._keys(layer, kv_cache)[block_ids]
 
     def require_parts(self, layer: Any) -> None:
         """Refuse backends other than FlashAttention, which returns the log-sum-exp of a part."""
@@ -160,22 +171,18 @@ class PagedBackend:
         )
         return output, sums.t()
 
-    def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
-        keys = self._keys(layer, kv_cache)
-        if len(kv_cache.shape) == 4:  # noqa: PLR2004 - halves of each head
-            return keys, kv_cache.transpose(1, 2)[..., layer.head_size :]
-        return keys, kv_cache[1] if kv_cache.shape[0] == 2 else kv_cache[:, 1]  # noqa: PLR2004
-
     def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
-        keys = keys_of(kv_cache, layer.num_kv_heads, layer.head_size)
-        if keys is None:
+        return self._planes(layer, kv_cache)[0]
+
+    def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        planes = planes_of(kv_cache, layer.num_kv_heads, layer.head_size)
+        if planes is None:
             raise SparseMethodError(
                 f"KV caches of the shape {tuple(kv_cache.shape)} are not known",
                 where=f"{type(layer.impl).__name__}, {layer.num_kv_heads} KV heads of {layer.head_size}",
                 fix=choose_backend(),
             )
-        return keys
+        return planes
 
 
 def _flash_attention(layer: Any) -> Any:
@@ -195,30 +202,13 @@ def metadata_class(implementation: type[Any], fields: Sequence[str] = FIELDS) ->
 
 
 def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse metadata whose kernel uses more than the rows of a block table.
-
-    Raises:
-        SparseMethodError: If a field is missing, a mask depends on positions, or the attention is not causal.
-    """
-    missing = [name for name in FIELDS if not hasattr(attn_metadata, name)]
-    name = type(attn_metadata).__name__
-    if missing:
-        raise SparseMethodError(
-            f"the attention backend's metadata has no {missing[0]} per request",
-            where=name,
-            fix=choose_backend(),
-        )
-    for field in POSITIONAL:
-        if optional(attn_metadata, field) is not None:
-            raise SparseMethodError(
-                "the attention of this step has a mask that depends on the positions of its keys",
-                where=f"{name}.{field}",
-                fix="serve this model without ucm_sparse_config",
-            )
-    if optional(attn_metadata, "causal", True) is not True:
-        raise SparseMethodError(
-            "the attention of this step is not causal", where=name, fix="serve this model without ucm_sparse_config"
-        )
+    """Refuse metadata whose kernel uses more than the rows of a block table."""
+    found = [field for field in OTHER_READERS if optional(attn_metadata, field) is not None]
+    obstacles = {
+        "the attention of this step reads more than a block table says": found,
+        "the attention of this step is not causal": optional(attn_metadata, "causal", True) is not True,
+    }
+    refuse(obstacles, ".".join([type(attn_metadata).__name__, *found]))
 
 
 def rows_of(
@@ -240,8 +230,8 @@ def rows_of(
     return torch.cat((block_table, rows)), torch.cat((seq_lens, attn_metadata.seq_lens[-extra:])), {}
 
 
-def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | None:
-    """Return a view of the keys, ``[num_blocks, block_size, num_kv_heads, head_size]``, or None for another layout.
+def planes_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> tuple[Tensor, Tensor] | None:
+    """Return views of keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``; None if unknown.
 
     Known layouts, by their logical dimensions: keys and values as two planes, in the dimension before or after the
     blocks (FlashAttention and Triton up to 0.25), or as the two halves of each head (both from 0.26 on). The order in
@@ -249,7 +239,8 @@ def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | Non
     """
     shape = tuple(kv_cache.shape)
     if len(shape) == 5 and shape[3:] == (num_kv_heads, head_size) and (shape[0] == 2) != (shape[1] == 2):  # noqa: PLR2004 - planes
-        return kv_cache[0] if shape[0] == 2 else kv_cache[:, 0]  # noqa: PLR2004
+        return (kv_cache[0], kv_cache[1]) if shape[0] == 2 else (kv_cache[:, 0], kv_cache[:, 1])  # noqa: PLR2004
     if len(shape) == 4 and shape[1] == num_kv_heads and shape[3] == 2 * head_size:  # noqa: PLR2004
-        return kv_cache.transpose(1, 2)[..., :head_size]
+        by_token = kv_cache.transpose(1, 2)
+        return by_token[..., :head_size], by_token[..., head_size:]
     return None

@@ -25,6 +25,7 @@ from ucm.compat import (
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.kv_cache import RECURRENT
 from ucm.logger import get_logger
+from ucm.sparse.base import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
         "position biases (ALiBi) need every token at its own distance": optional(impl, "alibi_slopes") is not None,
         "the layer reads the KV cache of another": optional(layer, "kv_sharing_target_layer_name") is not None,
     }
-    _refuse(obstacles, f"layer {layer_name}")
+    refuse(obstacles, f"layer {layer_name}")
 
 
 def attention_layers(kv_cache_groups: Sequence[Any], layers: Mapping[str, Any]) -> list[str]:
@@ -136,40 +137,28 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
 
 
 def require_plain_keys(layer_name: str, layer: Any) -> None:
-    """Refuse a layer with quantised keys in its cache.
-
-    Raises:
-        SparseMethodError: If it does.
-    """
+    """Refuse a layer with quantised keys in its cache."""
     stored = optional(layer, "kv_cache_dtype", "auto")
-    if stored not in PLAIN_KEYS:
-        raise SparseMethodError(
-            f"keys stored as {stored!r} cannot be read back",
-            where=f"layer {layer_name}, kv_cache_dtype",
-            fix="start vLLM with --kv-cache-dtype auto, or use a method that reads no keys",
-        )
+    obstacles = {f"keys stored as {stored!r} cannot be read back": stored not in PLAIN_KEYS}
+    fix = "start vLLM with --kv-cache-dtype auto, or use a method that reads no keys"
+    refuse(obstacles, f"layer {layer_name}, kv_cache_dtype", fix)
 
 
 def require_plain_scores(layer_name: str, layer: Any) -> None:
-    """Refuse a layer whose attention is not a plain softmax of scaled products.
-
-    Raises:
-        SparseMethodError: If it is.
-    """
-    other = "serve this model without this method"
-    if optional(layer.impl, "logits_soft_cap"):
-        raise SparseMethodError(
-            f"the layer caps its scores, at {layer.impl.logits_soft_cap}", where=f"layer {layer_name}", fix=other
-        )
-    if optional(layer.impl, "sinks") is not None:
-        raise SparseMethodError("the layer has learned sinks among its scores", where=f"layer {layer_name}", fix=other)
+    """Refuse a layer whose attention is not a plain softmax of scaled products."""
+    cap = optional(layer.impl, "logits_soft_cap")
+    obstacles = {
+        f"the layer caps its scores, at {cap}": cap,
+        "the layer has learned sinks among its scores": optional(layer.impl, "sinks") is not None,
+    }
+    refuse(obstacles, f"layer {layer_name}", "serve this model without this method")
 
 
 def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> None:
     model = vllm_config.model_config
     mixed = optional(model, "is_hybrid", False)
     runs = optional(model, "runner_type", "generate")
-    _refuse(
+    refuse(
         {"sparse methods serve text generation only": runs not in {"generate", "auto", "draft"}},
         f"runner_type {runs!r}",
     )
@@ -188,7 +177,7 @@ def _of_model(vllm_config: Any, *, latent: bool, hybrid: bool) -> None:
             mixed and model.use_mla
         ),
     }
-    _refuse(obstacles, f"model {model.model!r}")
+    refuse(obstacles, f"model {model.model!r}")
 
 
 def _of_drafts(vllm_config: Any, *, served: bool) -> None:
@@ -200,24 +189,19 @@ def _of_drafts(vllm_config: Any, *, served: bool) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return
-    method = optional(speculative, "method")
-    if not served:
-        raise SparseMethodError(limit_of_drafts(served=False), where="speculative_config", fix=WITHOUT_DRAFTS)
-    if vllm_config.model_config.use_mla:
-        raise SparseMethodError(
-            "latent attention (MLA) is restricted only in steps with one token of each request",
-            where="speculative_config",
-            fix=WITHOUT_DRAFTS,
-        )
-    if optional(vllm_config, "model_config.is_hybrid", False):
-        raise SparseMethodError(
-            "no sparse method has been run with speculative decoding of a model that mixes attention with other layers",
-            where="speculative_config",
-            fix=WITHOUT_DRAFTS,
-        )
-    if method not in DRAFTS:
-        what = f"{limit_of_drafts(served=True)}, not by {method!r}"
-        raise SparseMethodError(what, where="speculative_config.method", fix=WITHOUT_DRAFTS)
+    method, unrun = optional(speculative, "method"), "no sparse method has been run with speculative decoding"
+    obstacles = {
+        limit_of_drafts(served=False): not served,
+        "latent attention (MLA) is restricted only in steps with one token of each request": (
+            vllm_config.model_config.use_mla
+        ),
+        f"{unrun} of a model that mixes attention with other layers": (
+            optional(vllm_config, "model_config.is_hybrid", False)
+        ),
+        f"{limit_of_drafts(served=True)}, not by {method!r}": method not in DRAFTS,
+        f"{unrun} on vLLM Ascend": "vllm_ascend" in sys.modules,
+    }
+    refuse(obstacles, "speculative_config", WITHOUT_DRAFTS)
     if optional(vllm_config, "scheduler_config.async_scheduling", False):
         raise SparseMethodError(
             "with asynchronous scheduling, vLLM starts a step before it knows which drafts the last one accepted",
@@ -268,22 +252,8 @@ def _of_platform(vllm_config: Any) -> None:
                 where=f"additional_config: {name}",
                 fix=f"start vLLM without {name}, or without ucm_sparse_config",
             )
-    if vllm_config.speculative_config is not None and "vllm_ascend" in sys.modules:
-        what = "no sparse method has been run with speculative decoding on vLLM Ascend"
-        raise SparseMethodError(what, where="speculative_config", fix=WITHOUT_DRAFTS)
-    if is_ascend_310p():
-        raise SparseMethodError(
-            "sparse methods do not serve the Ascend 310P, whose KV cache and attention differ",
-            where="vllm_ascend.utils",
-            fix="serve on another NPU, or without ucm_sparse_config",
-        )
-
-
-def _refuse(obstacles: Mapping[str, Any], where: str) -> None:
-    """Refuse a model or layer for the first obstacle that it has."""
-    for what, there in obstacles.items():
-        if there:
-            raise SparseMethodError(what, where=where, fix="serve this model without ucm_sparse_config")
+    differs = {"sparse methods do not serve the Ascend 310P, whose KV cache and attention differ": is_ascend_310p()}
+    refuse(differs, "vllm_ascend.utils", "serve on another NPU, or without ucm_sparse_config")
 
 
 def lower_graphs(vllm_config: Any, runner: Any) -> None:

@@ -66,6 +66,8 @@ def method(real: RealLayer, monkeypatch: pytest.MonkeyPatch) -> tuple[BlockTopK,
     made = BlockTopK(real.config, Role.WORKER, OPTIONS)
     made.attention = real.view
     made.worker_started()
+    made.layer_seen(NAME)
+    made.layers_seen()
     batches: list[StepBatch] = []
     monkeypatch.setattr(real.view, "batch", lambda *_: batches[-1])
     return made, batches.append

@@ -71,9 +71,12 @@ class Worker:
 
     def __init__(self, config: Any) -> None:
         self.method = Strict(config, Role.WORKER, OPTIONS)
-        self.method.attention = View()
-        self.method.worker_started()
         self.cache = torch.zeros((2, BLOCKS, SIZE, KV_HEADS, HEAD))
+        self.method.attention = View(bound=self.cache)
+        self.method.worker_started()
+        for name in LAYERS:
+            self.method.layer_seen(name)
+        self.method.layers_seen()
         self.rows = Rows()
 
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:

@@ -182,6 +182,9 @@ class Requests:
         config = SimpleNamespace(model_config=SimpleNamespace(use_mla=True), cache_config=SimpleNamespace())
         self.method = BlockTopK(config, Role.WORKER, options)
         self.method.attention = self.view
+        found.kv_cache = self.cache
+        self.method.layer_seen(NAME)
+        self.method.layers_seen()
         monkeypatch.setattr(self.view, "batch", lambda *_: self.batch)
         self.batch: Any = None
 

@@ -130,7 +130,7 @@ def test_a_schedule_is_made_once_for_all_layers_of_a_step(real: RealLayer) -> No
     ("field", "value", "what"),
     [
         ("use_sdpa_prefill", True, "no rows for its prompts"),
-        ("dynamic_causal", torch.tensor([True]), "depends on the positions"),
+        ("dynamic_causal", torch.tensor([True]), "reads more"),
         ("causal", False, "not causal"),
     ],
 )

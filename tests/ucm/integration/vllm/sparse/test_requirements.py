@@ -163,8 +163,8 @@ def test_drafts_are_served_to_methods_that_declare_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "what", "where", "fix"),
     [
-        (drafting("eagle"), "only drafts by custom_class, ngram, suffix, not by 'eagle'", "method", "without"),
-        (drafting(None), "not by None", "speculative_config.method", "without"),
+        (drafting("eagle"), "only drafts by custom_class, ngram, suffix, not by 'eagle'", "speculative", "without"),
+        (drafting(None), "not by None", "speculative_config", "without"),
         (drafting(model_config__use_mla=True), "one token of each request", "speculative_config", "without"),
         (drafting(model_config__is_hybrid=True), "mixes attention with other layers", "speculative_config", "without"),
         (

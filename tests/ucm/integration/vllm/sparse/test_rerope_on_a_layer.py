@@ -184,6 +184,7 @@ def test_a_kernel_is_compiled_before_the_first_request(
     real: RealLayer, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:
     """As soon as a cache is there, which older releases have in a list; the first request beyond a window waited."""
+    monkeypatch.setattr(real.layer, "kv_cache", torch.tensor([]))
     made = method(real, Way(WINDOW), Style())
     assert not made._kernels
     monkeypatch.setattr(real.layer, "kv_cache", [real.kv_cache] if several else real.kv_cache)

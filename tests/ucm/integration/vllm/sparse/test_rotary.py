@@ -86,7 +86,7 @@ class Runner:
 
 def rotaries(runner: Runner, **config: Any) -> Rotaries:
     about = {"max_model_len": LONGEST, "dtype": torch.bfloat16, "hf_config": 1, "hf_text_config": 1}
-    return Rotaries(lambda: runner, SimpleNamespace(**{**about, **config}))
+    return Rotaries(lambda: runner, SimpleNamespace(model_config=SimpleNamespace(**{**about, **config})))
 
 
 def test_a_shared_one_is_found_for_each_layer_and_is_one() -> None:

@@ -71,13 +71,13 @@ def test_the_matrix_of_backends(release: str, path: str) -> None:
 @pytest.mark.parametrize("release", REVIEWED)
 def test_every_field_of_a_served_metadata_is_known(release: str, path: str) -> None:
     """A field that nobody has looked at may say where its keys are."""
-    known = {*paged.FIELDS, *paged.AHEAD, *paged.POSITIONAL, *NEUTRAL}
+    known = {*paged.FIELDS, *paged.AHEAD, *paged.OTHER_READERS, *NEUTRAL}
     for name, fields in metadata_fields(release, path).items():
         assert fields <= known, name
 
 
 class Shaped:
-    """As much of a tensor as tells its shape through the views of `paged.keys_of`."""
+    """As much of a tensor as tells its shape through the views of `paged.planes_of`."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -117,9 +117,10 @@ def test_keys_are_found_in_every_layout(release: str, path: str) -> None:
         text = ast.unparse(vllm.module(release, path) or ast.Pass())
         assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in text
         shape = (7, 3, 16, 2 * 8)
-    keys: Any = paged.keys_of(Shaped(np.empty(shape)), 3, 8)
-    assert keys is not None
-    assert keys.shape == (7, 16, 3, 8)
+    shaped: Any = Shaped(np.empty(shape))
+    planes = paged.planes_of(shaped, 3, 8)
+    assert planes is not None
+    assert [plane.shape for plane in planes] == [(7, 16, 3, 8)] * 2
 
 
 @pytest.mark.parametrize("release", since("0.11.1"))
