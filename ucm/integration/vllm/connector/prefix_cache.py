@@ -184,7 +184,10 @@ def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: 
 
 
 class PrefixCacheScheduler:
-    """Decides what is loaded and saved; never touches KV itself and never waits for a medium."""
+    """Decides what is loaded and saved; never touches KV itself.
+
+    It waits for a medium only where nothing runs, or where vLLM cannot ask again, and for milliseconds.
+    """
 
     def __init__(
         self,
