@@ -15,7 +15,7 @@ import pytest
 from tests.simulated import begin_span
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
 from ucm.store.base import BlockCorruptError, BlockTransfer
-from ucm.store.config import BOUNDS
+from ucm.store.config import LONGEST
 from ucm.store.factory import open_store, open_tier
 from ucm.store.posix import paths, space
 from ucm.store.posix.directory import Directory
@@ -236,8 +236,7 @@ def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: Simula
 
 
 def test_the_longest_lease_is_one_that_files_can_have(patient: StoreConfig, clock: SimulatedClock) -> None:
-    (one,), longest = chain(0, 1), BOUNDS["lease_seconds"].most
-    assert longest is not None
+    (one,), longest = chain(0, 1), LONGEST
     with open_store(replace(patient, lease_seconds=longest), NAMESPACE, SMALL, clock=clock) as store:
         save(store, [one])
         asked = clock.time()  # settling may pass the end of a span
