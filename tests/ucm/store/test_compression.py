@@ -178,7 +178,7 @@ def test_a_server_may_have_both_forms(config: StoreConfig, redis_server: RedisSe
 @pytest.fixture
 def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr(compression, "_local", compression._Local())
+    compression._zstandard.cache_clear()
 
 
 def test_without_the_package_a_block_stays(
