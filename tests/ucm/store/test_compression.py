@@ -148,7 +148,7 @@ def test_tools_know_compressed_blocks(compressing: StoreConfig) -> None:
     root = compressing.directories[0]
     (first, *others) = stored_blocks(root)
     stock = take_stock(Layout(root, NAMESPACE), compressing)
-    assert stock.plain_nbytes == len(KEYS) * (HEADER + LARGE.nbytes) > 1.4 * stock.nbytes
+    assert stock.uncompressed_bytes == len(KEYS) * (HEADER + LARGE.nbytes) > 1.4 * stock.bytes
     assert all(check_block(block) is None for block in (first, *others))
     good = Path(first.path).read_bytes()
     for index in (8, 100, HEADER + 5, len(good) // 2, len(good) - 1):
