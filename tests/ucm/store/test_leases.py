@@ -353,7 +353,7 @@ def test_a_slower_writer_of_a_block_does_not_end_its_lease(
     """Also where a file system cannot rename to a new name in one step, if the other writer is not as fast as that."""
     keys, until, publish = chain(0, 1), clock.time() + 900.0, Directory.publish
     if not at_once:
-        monkeypatch.setattr(paths, "_renameat2", lambda: None)
+        monkeypatch.setattr(paths, "system_call", lambda *_: None)
 
     def overtaken(self: Directory, private: str, path: str) -> None:
         with monkeypatch.context() as patch:
