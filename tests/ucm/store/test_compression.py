@@ -23,8 +23,8 @@ from ucm.store.base import BlockCompressedError, BlockCorruptError, BlockGeometr
 from ucm.store.compression import FRAME, pack, unpack
 from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, stored_blocks, take_stock
-from ucm.store.posix.directory import Directory
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.space import Evictor
 from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ def test_the_tally_and_the_statistics_count_stored_bytes(
     compressing: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserved: list[int] = []
-    reserve = Directory.reserve
+    reserve = Evictor.reserve
 
-    def counted(self: Directory, descriptor: int, nbytes: int) -> None:
+    def counted(self: Evictor, descriptor: int, nbytes: int) -> None:
         reserve(self, descriptor, nbytes)
         reserved.append(nbytes)
 
-    monkeypatch.setattr(Directory, "reserve", counted)
+    monkeypatch.setattr(Evictor, "reserve", counted)
     with open_store(replace(compressing, posix_capacity_bytes=1 << 30), NAMESPACE, EVEN) as store:
         save(store, KEYS, EVEN)
         stats = store.stats()["posix"]

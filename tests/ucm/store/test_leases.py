@@ -250,7 +250,7 @@ def test_times_that_wait_for_a_stuck_directory_do_not_pile_up(
 ) -> None:
     monkeypatch.setattr(space, "_MOST_TOUCHES", 3)
     keys, failed = chain(0, 5), list[int]()
-    evictor = Directory(patient.directories[0], NAMESPACE, patient, None, lambda _: None, clock=clock).evictor
+    evictor = space.Evictor(Layout(patient.directories[0], NAMESPACE), patient, lambda _: None, clock=clock)
     for number, one in enumerate(keys):
         evictor.touch(one.hex(), 1, partial(failed.append, number))
     assert failed == [3, 4]
