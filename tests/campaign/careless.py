@@ -60,8 +60,8 @@ class ForgetfulTier(PosixTier):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for directory in self._directories:
-            directory.leases = _LastOneWins(directory.leases.longest_ns)
+        for evictor in self._evictors:
+            evictor.leases = _LastOneWins(evictor.leases.longest_ns)
 
 
 class EndlessTier(PosixTier):
@@ -76,5 +76,5 @@ class RoomyTier(PosixTier):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for directory in self._directories:
-            directory.share = None
+        for evictor in self._evictors:
+            evictor.share = None

@@ -23,13 +23,12 @@ from pydantic import (
 from ucm.config.document import path_problem
 from ucm.config.problems import RefusedValueError
 from ucm.store.config import (
-    BOUNDS,
     DRAM,
     ENTRY_POINT_GROUP,
+    LONGEST,
     OURS,
     POSIX,
     StoreConfig,
-    Within,
     option_types,
     pipeline_parts,
 )
@@ -44,8 +43,6 @@ _SIZE = re.compile(r"\s*(?P<number>(?:0|[1-9]\d*)(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]
 SIZE_HELP = "write a number with a unit, such as 512MiB, 200GiB or 1.5TB"
 #: The fewest bytes of a size without a unit: in a smaller one, the unit was forgotten.
 LEAST_BARE = 1 << 20
-#: The most seconds of a duration, ten years: what waits for longer overflows the system's calls.
-_MOST_SECONDS = 10 * 366 * 86400.0
 
 #: Settings that apply only to some tiers.
 ONLY_WITH = {
@@ -144,16 +141,13 @@ def setting_name(option: str) -> str:
 def _setting(option: dataclasses.Field[Any], kind: Any) -> tuple[Any, Any]:
     """Return the type and the default of the setting for an option of `StoreConfig`, with the option's bounds."""
     if option.name != setting_name(option.name):
-        written: Any = Size | None if isinstance(None, kind) else Size
+        written: Any = Size if option.default else Size | None
     else:
         written = _WRITTEN_AS.get(option.name, kind)
     default: dict[str, Any] = {"default": option.default}
     if option.default is dataclasses.MISSING:
         default = {"default_factory": option.default_factory}
-    least, above, most = BOUNDS.get(option.name, Within()) if written is kind else Within()
-    if option.name.endswith("_seconds") and most is None:
-        most = _MOST_SECONDS
-    return written, Field(**default, ge=least, gt=above, le=most)
+    return written, Field(**default)
 
 
 _SETTINGS: dict[str, Any] = {
@@ -272,10 +266,10 @@ class ConnectorConfig(BaseModel):
     chunk_tokens: int = Field(default=0, ge=0, le=1 << 20)
     kv_head_shards: int = Field(default=0, ge=0, le=1 << 10)
     staging: Size | None = None
-    staging_deadline: float = Field(default=2.0, gt=0, le=_MOST_SECONDS)
+    staging_deadline: float = Field(default=2.0, gt=0, le=LONGEST)
     load_failure: Literal["recompute", "fail"] = "recompute"
     metrics: bool = True
-    metrics_log_interval: float = Field(default=10.0, ge=0, le=_MOST_SECONDS)
+    metrics_log_interval: float = Field(default=10.0, ge=0, le=LONGEST)
     kv_events: bool = False
     weights_id: str | None = Field(default=None, min_length=1)
     trust_media_names: bool = False

@@ -19,7 +19,6 @@ from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import FILE_KEY, method_of_file
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import method_class
-from ucm.store.config import DRAM, LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,6 +79,8 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
 
 def _check_memory(config: ConnectorConfig) -> list[Finding]:
     """Check that the Dram tier's directory is in memory; nothing if there is none yet."""
+    from ucm.store.config import DRAM  # noqa: PLC0415 - it needs packages that the other checks do without
+
     root = config.store.dram_directory
     if not config.store.parts & DRAM or not Path(root).is_dir():
         return []
@@ -93,6 +94,8 @@ def _check_memory(config: ConnectorConfig) -> list[Finding]:
 
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
     """Check whether the tiers on servers can be reached from this host."""
+    from ucm.store.config import LOCAL  # noqa: PLC0415 - it needs packages that the other checks do without
+
     asked = [name for name in config.store.as_store_config().parts if name not in LOCAL]
     if not asked:
         return []

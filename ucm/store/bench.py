@@ -103,9 +103,6 @@ class Figures:
         run()
         self.seconds.setdefault(operation, []).append(self.timer() - began)
 
-    def end_round(self) -> None:
-        """Do nothing; a derived class may add what was measured elsewhere in this round."""
-
     def rate(self, operation: str) -> tuple[float, float]:
         """Return the best and the median GB/s of an operation."""
         seconds = self.seconds[operation]
@@ -122,15 +119,8 @@ def beside(config: StoreConfig) -> dict[str, str]:
     return _BESIDE_MEMORY if config.parts[0] in DRAM else _BESIDE_FILES
 
 
-def bench(
-    config: StoreConfig,
-    figures: Figures,
-    progress: Callable[[str], None] = lambda _: None,
-    *,
-    tidy: bool = True,
-    kind: Callable[..., Run] | None = None,
-) -> None:
-    """Measure a store in a temporary namespace.
+class Run:
+    """The memory, the files and the store of one benchmark, which measures the store in a temporary namespace.
 
     Each round has keys and files of its own, and only empties those of the last one. When ext4 without a journal
     creates a file, it passes over inodes that were deleted in the last minutes; if they are many, this takes longer
@@ -139,34 +129,13 @@ def bench(
     Args:
         config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's, or
             where temporary files do.
-        figures: Says which blocks to move, and takes the seconds of ``memcpy``, ``write``, ``read hot`` and ``read
-            cold`` by one thread, and of the store's ``save``, ``load hot`` and ``load cold``. Files in memory have no
-            cold reads.
-        progress: Called with the name of each operation before it is measured.
-        tidy: Whether to delete files and blocks at the end; if not, they are emptied, the next measurement is not
-            slowed down, and the caller deletes the directories.
-        kind: Makes the run; a derived class of `Run` may do more in each round.
-
-    Raises:
-        UcmError: The store cannot be opened, or a transfer failed.
-    """
-    with ExitStack() as stack:
-        run = (kind or Run)(config, figures.workload, stack, tidy=tidy)
-        for number in range(figures.workload.rounds):
-            for operation, action in run.operations(number):
-                progress(operation)
-                figures.add(operation, action)
-            figures.end_round()
-
-
-class Run:
-    """The memory, the files and the store of one benchmark.
-
-    Args:
-        config: The store.
         workload: The blocks.
         stack: Closes and deletes what was opened and made.
-        tidy: See `bench`.
+        tidy: Whether to delete files and blocks at the end; if not, they are emptied, the next measurement is not
+            slowed down, and the caller deletes the directories.
+
+    Raises:
+        UcmError: The store cannot be opened.
     """
 
     def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool = True) -> None:
@@ -194,6 +163,22 @@ class Run:
         self._from, self._into = workload.rows(self.source), workload.rows(self.target)
         if not tidy:
             stack.callback(self._empty)
+
+    def measure(self, figures: Figures, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Measure all rounds.
+
+        Args:
+            figures: Takes the seconds of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread, and the
+                store's ``save``, ``load hot`` and ``load cold``. Files in memory have no cold reads.
+            progress: Called with the name of each operation before it is measured.
+
+        Raises:
+            UcmError: A transfer failed.
+        """
+        for number in range(self.workload.rounds):
+            for operation, action in self.operations(number):
+                progress(operation)
+                figures.add(operation, action)
 
     def operations(self, number: int) -> Iterator[Operation]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -48,13 +49,6 @@ _MIN_MATCH, _HASH_LOG = 7, 6
 #: A plane that does not lose one byte in so many is kept as it is, which makes it faster to read.
 _WORTH = 64
 _EXTRA = "compression"
-
-
-class _Local(threading.local):
-    zstandard: _Zstandard | None = None
-
-
-_local = _Local()
 
 
 def check_installed(where: str) -> None:
@@ -165,8 +159,8 @@ def _damaged(what: str) -> BlockCorruptError:
     return BlockCorruptError(f"the compressed block is damaged: {what}")
 
 
-class _Zstandard:
-    """A thread's compressor and decompressor, neither of which two threads can use at once."""
+class _Zstandard(threading.local):
+    """Each thread's compressor and decompressor, neither of which two threads can use at once."""
 
     def __init__(self) -> None:
         import zstandard  # noqa: PLC0415 - only where blocks are compressed
@@ -185,13 +179,12 @@ class _Zstandard:
         return found
 
 
+@cache
 def _zstandard() -> _Zstandard:
-    if _local.zstandard is None:
-        try:
-            _local.zstandard = _Zstandard()
-        except ImportError as error:
-            raise BlockCompressedError(
-                f"the block is compressed, and this engine cannot decompress it: {error}",
-                fix=f"install it: {install_extra(_EXTRA)}",
-            ) from error
-    return _local.zstandard
+    try:
+        return _Zstandard()
+    except ImportError as error:
+        raise BlockCompressedError(
+            f"the block is compressed, and this engine cannot decompress it: {error}",
+            fix=f"install it: {install_extra(_EXTRA)}",
+        ) from error

@@ -10,7 +10,9 @@ import stat
 from collections.abc import Mapping  # noqa: TC003 - read at run time, with the types of the options
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ucm.errors import ConfigError
 from ucm.store.shares import weights_problem
@@ -25,36 +27,12 @@ LOCAL = POSIX | DRAM | {"Empty"}
 ENTRY_POINT_GROUP = "ucm.stores"
 
 
-class Within(NamedTuple):
-    """The bounds of an option; None is not a bound.
-
-    Args:
-        least: The smallest value.
-        above: Values must be larger than this.
-        most: The largest value.
-    """
-
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-
-    def problem(self, value: float) -> str:
-        """Return what a value must be and is not; empty if it is within the bounds."""
-        if self.least is not None and not value >= self.least:  # nor is NaN
-            return f"at least {self.least}"
-        if self.above is not None and not value > self.above:
-            return f"above {self.above}"
-        if self.most is not None and not value <= self.most:
-            return f"at most {self.most}"
-        return ""
-
-
-Positive, NotNegative = Within(above=0), Within(least=0)
-AtLeastOne, Threads = Within(least=1), Within(least=1, most=256)
-#: Ten years in seconds: a lease is the time of a file, which must not overflow.
-_LONGEST_LEASE = 10 * 366 * 86_400
+#: Ten years in seconds: a lease is the time of a file, which must not overflow, and nor must what waits for the system.
+LONGEST = 10 * 366 * 86_400
 #: A day in seconds: a time of last use is ahead by up to a span, and the blocks used in one are ordered by depth alone.
 _LONGEST_SPAN = 86_400
+Positive, NotNegative = Field(gt=0, le=LONGEST), Field(ge=0, le=LONGEST)
+AtLeastOne, Threads = Field(ge=1), Field(ge=1, le=256)
 
 
 def pipeline_parts(pipeline: str) -> list[str]:
@@ -124,32 +102,34 @@ class StoreConfig:
     posix_capacity_bytes: Annotated[int | None, AtLeastOne] = None
     dram_directory: str = field(default_factory=default_dram_directory)
     dram_capacity_bytes: Annotated[int | None, AtLeastOne] = None
-    dram_capacity_fraction: Annotated[float, Within(above=0, most=1)] = 0.25
+    dram_capacity_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
     trusted_group: str | int | None = None
     authentication_key_file: str | None = None
     fsync: bool = False
     load_threads: Annotated[int, Threads] = 4
     save_threads: Annotated[int, Threads] = 2
-    save_nice: Annotated[int, Within(least=0, most=19)] = 19
+    save_nice: Annotated[int, Field(ge=0, le=19)] = 19
     save_queue_bytes: Annotated[int, AtLeastOne] = 2 * GIB
     write_behind_bytes: Annotated[int, AtLeastOne] = 2 * GIB
     stuck_seconds: Annotated[float, Positive] = 10.0
     failures_until_rest: Annotated[int, AtLeastOne] = 3
     rest_seconds: Annotated[float, NotNegative] = 30.0
-    quarantine_keep: Annotated[int, NotNegative] = 16
-    touch_seconds: Annotated[float, Within(least=0, most=_LONGEST_SPAN)] = 60.0
-    lease_seconds: Annotated[float, Within(least=0, most=_LONGEST_LEASE)] = 86_400.0
+    quarantine_keep: Annotated[int, Field(ge=0)] = 16
+    touch_seconds: Annotated[float, Field(ge=0, le=_LONGEST_SPAN)] = 60.0
+    lease_seconds: Annotated[float, NotNegative] = 86_400.0
     share_seconds: Annotated[float, NotNegative] = 0.0
     share_weights: Mapping[str, float] = field(default_factory=dict)
     stale_seconds: Annotated[float, NotNegative] = 3600.0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, within in BOUNDS.items():
+        for name, bounds in _BOUNDS.items():
             value = getattr(self, name)
-            problem = "" if value is None else within.problem(value)
-            if problem:
-                raise ConfigError(f"{name} is {value}; it must be {problem}", where=f"store: {name}")
+            try:
+                bounds.validate_python(value)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"].removeprefix("Input should be ")
+                raise ConfigError(f"{name} is {value}; it must be {problem}", where=f"store: {name}") from None
         problem = weights_problem(self.share_weights)
         if problem:
             raise ConfigError(problem, where="store: share_weights")
@@ -185,16 +165,11 @@ class StoreConfig:
 
 
 def option_types() -> dict[str, Any]:
-    """Return the type of each option by name, without its bounds."""
-    return get_type_hints(StoreConfig)
+    """Return the type of each option by name, with its bounds."""
+    return get_type_hints(StoreConfig, include_extras=True)
 
 
-#: The bounds of the options that have some, by name.
-BOUNDS = {
-    name: next(one for one in hint.__metadata__ if isinstance(one, Within))
-    for name, hint in get_type_hints(StoreConfig, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
-}
+_BOUNDS = {name: TypeAdapter(hint) for name, hint in option_types().items() if hasattr(hint, "__metadata__")}
 
 
 def read_secret(
@@ -213,50 +188,40 @@ def read_secret(
     Raises:
         ConfigError: The file cannot be read, others may read it, or the variable is not set.
     """
-    if file is not None:
-        path = Path(file).expanduser()
-        try:
-            with open(path, encoding="utf-8", opener=_open) as opened:
-                status = os.fstat(opened.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise ConfigError("this is no file", where=f"{where}: {path}", fix="name a file with a secret")
-                if status.st_mode & (0o027 if is_key else 0o007):
-                    raise ConfigError(
-                        "this file contains a secret, but other users can read or change it",
-                        where=f"{where}: {path}",
-                        fix=f"chmod 600 {path}",
-                    )
-                if is_key and status.st_uid not in {0, os.geteuid(), *owners}:
-                    raise ConfigError(
-                        f"this file contains a key, but belongs to user {status.st_uid}, who can change it",
-                        where=f"{where}: {path}",
-                        fix=f"let it belong to this user, {os.geteuid()}, or to root",
-                    )
-                secret = opened.readline().rstrip("\r\n")
-        except (OSError, ValueError) as error:
-            reasons = {UnicodeDecodeError: "it is not UTF-8", ValueError: "its name contains a null character"}
-            reason = getattr(error, "strerror", None) or reasons.get(type(error), str(error))
-            raise ConfigError(
-                f"a file with a secret cannot be read: {reason}",
-                where=f"{where}: {file!r}",
-                fix="name a text file that this user can read, whose first line is the secret",
-            ) from None
-        if not secret:
-            raise ConfigError(
-                "a file with a secret has an empty first line",
-                where=f"{where}: {path}",
-                fix="write the secret into its first line",
-            )
-        return secret
-    if variable is not None:
-        if not os.environ.get(variable):
+    if file is None:
+        if variable is not None and not os.environ.get(variable):
             raise ConfigError(
                 f"the environment variable {variable} is not set, but must contain a secret",
                 where=where,
                 fix="set it in the environment of vLLM",
             )
-        return os.environ[variable]
-    return ""
+        return "" if variable is None else os.environ[variable]
+    path, secret = Path(file).expanduser(), ""
+    try:
+        with open(path, encoding="utf-8", opener=_open) as opened:
+            status = os.fstat(opened.fileno())
+            if stat.S_ISREG(status.st_mode):
+                secret = opened.readline().rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        reasons = {UnicodeDecodeError: "it is not UTF-8", ValueError: "its name contains a null character"}
+        reason = getattr(error, "strerror", None) or reasons.get(type(error), str(error))
+        raise ConfigError(
+            f"a file with a secret cannot be read: {reason}",
+            where=f"{where}: {file!r}",
+            fix="name a text file that this user can read, whose first line is the secret",
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        what, fix = "this is no file", "name a file with a secret"
+    elif status.st_mode & (0o027 if is_key else 0o007):
+        what, fix = "this file contains a secret, but other users can read or change it", f"chmod 600 {path}"
+    elif is_key and status.st_uid not in {0, os.geteuid(), *owners}:
+        what = f"this file contains a key, but belongs to user {status.st_uid}, who can change it"
+        fix = f"let it belong to this user, {os.geteuid()}, or to root"
+    elif not secret:
+        what, fix = "a file with a secret has an empty first line", "write the secret into its first line"
+    else:
+        return secret
+    raise ConfigError(what, where=f"{where}: {path}", fix=fix)
 
 
 def _open(path: str, flags: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.background import enter_background
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from ucm.clock import Clock, Thread
     from ucm.store.base import BlockKey
+    from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.guard import Guard
 
@@ -34,8 +36,7 @@ class _Waiting(NamedTuple):
 
     key: BlockKey
     depth: int  #: see ``BlockTransfer``
-    retain_until: float = 0.0
-    tries: int = 0
+    retain_until: float
 
 
 class WriteBehind:
@@ -47,45 +48,36 @@ class WriteBehind:
     Args:
         above: The tiers that may have accepted a block, fastest first.
         tier: The lower tier.
-        limit: Bytes that may wait; further blocks are dropped and counted.
         codec: The codec of stored blocks.
-        nice: How far to lower the thread's priority.
+        config: Says how many bytes may wait in all lanes of the tier; further blocks are dropped and counted.
         clock: The store's clock.
     """
 
     def __init__(
-        self,
-        above: Sequence[Guard],
-        tier: Guard,
-        limit: int,
-        codec: HeaderCodec,
-        nice: int,
-        *,
-        clock: Clock = SYSTEM,
+        self, above: Sequence[Guard], tier: Guard, codec: HeaderCodec, config: StoreConfig, *, clock: Clock = SYSTEM
     ) -> None:
         self._clock = clock
         self._above = tuple(above)
         self._tier = tier
-        self._most = max(1, limit // codec.file_nbytes)
+        self._most = max(1, config.write_behind_bytes // tier.tier.lanes // codec.file_nbytes)
         self._codec = codec
-        self._nice = nice
+        self._nice = config.save_nice
         self._changed = clock.condition()
-        self._waiting: deque[_Waiting] = deque()
-        self._in_hand = 0
+        self._waiting: deque[_Waiting] = deque()  # its first one is being written
+        self._tries = 0  # of the first block
         self._thread: Thread | None = None
         self._closed = False
 
     @property
     def queued(self) -> tuple[int, int]:
         """The number of waiting blocks, and their bytes."""
-        with self._changed:
-            blocks = len(self._waiting) + self._in_hand
+        blocks = len(self._waiting)
         return blocks, blocks * self._codec.file_nbytes
 
     def add(self, key: BlockKey, depth: int = 0, retain_until: float = 0.0) -> None:
         """Queue a block, with its depth in its chain and its lease; drop it if the queue is full."""
         with self._changed:
-            full = len(self._waiting) + self._in_hand >= self._most
+            full = len(self._waiting) >= self._most
             if not full and not self._closed:
                 self._waiting.append(_Waiting(key, depth, retain_until))
                 if self._thread is None:
@@ -104,7 +96,7 @@ class WriteBehind:
     def flush(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until no block is waiting, and return whether none is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._in_hand), seconds)
+            return self._changed.wait_for(lambda: not self._waiting, seconds)
 
     def close(self, until: float) -> None:
         """Write waiting blocks until the deadline; drop and count the rest.
@@ -117,7 +109,7 @@ class WriteBehind:
                 break
         with self._changed:
             self._closed = True
-            dropped = len(self._waiting) + self._in_hand
+            dropped = len(self._waiting)
             self._waiting.clear()
             self._changed.notify_all()
         closed = StoreUnavailableError(f"the store was closed before the block was written to {self._tier.name}")
@@ -127,43 +119,33 @@ class WriteBehind:
     def _run(self) -> None:
         enter_background(self._nice)
         while batch := self._next():
-            try:
-                self._feed(batch)
-            except Exception:  # noqa: BLE001 - an exception would end the thread and leave its queue waiting for ever
-                get_logger(__name__).exception("[UCM.Store] writing to %s failed unexpectedly", self._tier.name)
-            with self._changed:
-                self._in_hand = 0
-                self._changed.notify_all()
+            there = self._tier.contains([block.key for block in batch])
+            for block, has in zip(batch, there, strict=False):
+                if self._closed or not (self._tier.takes and (has or self._is_over(block))):
+                    break  # the block stays the first one
+                self._tries = 0
+                with self._changed:
+                    if self._waiting:  # not closed meanwhile
+                        self._waiting.popleft()
+                    self._changed.notify_all()
 
     def _next(self) -> list[_Waiting]:
         """Return the next waiting blocks once the tier accepts writes; empty when the store is closed."""
         with self._changed:
             while not self._closed:
                 if self._waiting and self._tier.takes:
-                    batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-                    self._in_hand = len(batch)
-                    return batch
+                    return list(islice(self._waiting, _BATCH))
                 self._changed.wait(_LOOK_SECONDS if self._waiting else None)
             return []
 
-    def _feed(self, batch: list[_Waiting]) -> None:
-        there = self._tier.contains([block.key for block in batch])
-        for number, (block, has) in enumerate(zip(batch, there, strict=True)):
-            if self._closed:
-                return
-            if not self._tier.takes:
-                self._again(batch[number:])
-                return
-            if not has and not self._write(block) and block.tries + 1 < _TRIES:
-                self._again([block._replace(tries=block.tries + 1), *batch[number + 1 :]])
-                return
-            with self._changed:
-                self._in_hand -= 1
-
-    def _again(self, batch: list[_Waiting]) -> None:
-        with self._changed:
-            self._waiting.extendleft(reversed(batch))
-            self._in_hand -= len(batch)
+    def _is_over(self, block: _Waiting) -> bool:
+        """Write the first block; return False if it is to be tried again, because the medium does not answer."""
+        self._tries += 1
+        try:
+            return self._write(block) or self._tries >= _TRIES
+        except Exception:  # noqa: BLE001 - an exception would end the thread and leave its queue waiting for ever
+            get_logger(__name__).exception("[UCM.Store] writing to %s failed unexpectedly", self._tier.name)
+            return True
 
     def _write(self, block: _Waiting) -> bool:
         """Copy one block; return False if the medium does not answer and the block must be tried again."""

@@ -7,12 +7,13 @@ import shutil
 from collections import deque
 from contextlib import closing, suppress
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from ucm.background import Later
 from ucm.clock import SYSTEM
 from ucm.errors import ConfigError, install_extra
 from ucm.logger import get_logger
@@ -101,42 +102,22 @@ class OpeningTask(Task):
 
     Args:
         opening: The store that is being opened.
-        keys: The blocks to transfer.
-        call: Starts the transfer in the open store.
-        clock: The clock of the store.
+        begun: Starts the transfer, or refuses it.
     """
 
-    def __init__(
-        self, opening: OpeningStore, keys: Sequence[BlockKey], call: Callable[[KVStore], Task], *, clock: Clock
-    ) -> None:
-        self._opening, self._keys, self._call = opening, keys, call
-        self._begun = clock.event()  # or refused
-        self._task: Task = TransferTask(0)
-
-    def begin(self, store: KVStore | None, why_not: StoreError) -> None:
-        """Start the transfer in the open store, or fail it if there is none."""
-        try:
-            if store is not None:
-                self._task = self._call(store)
-        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
-            store, why_not = None, unexpected(error)
-        if store is None:
-            self._task = refused = TransferTask(len(self._keys))
-            for key in self._keys:
-                refused.failed(key, why_not)
-        self._begun.set()
+    def __init__(self, opening: OpeningStore, begun: Later[Task]) -> None:
+        self._opening, self._begun = opening, begun
 
     def wait(self) -> TaskResult:
         """Wait until the transfer is finished, or refused because the store takes too long to open."""
-        self._opening.end_patience(self)
-        self._begun.wait()
-        return self._task.wait()
+        self._opening.end_patience(self._begun)
+        return self._begun.result().wait()
 
     def check(self) -> bool:
         """Return whether the transfer is finished or refused."""
         if self._opening.is_over:
-            self._opening.end_patience(self)
-        return self._begun.is_set() and self._task.check()
+            self._opening.end_patience(self._begun)
+        return self._begun.done() and self._begun.result().check()
 
 
 class OpeningStore(KVStore):
@@ -157,9 +138,10 @@ class OpeningStore(KVStore):
         self._make = make
         self._until = clock.monotonic() + patience
         self._lock = clock.lock()
-        self._store: KVStore | None = None
+        self._made: KVStore | None = None
+        self._store: KVStore | None = None  # once what waited for it has begun
         self._why: StoreError = StoreTimeoutError("the store is still being opened: its medium does not answer")
-        self._waiting: deque[OpeningTask] = deque()
+        self._waiting: deque[Later[Task]] = deque()
         self._ended = clock.event()  # it is open, or cannot be opened
         self._closed = False
         try:
@@ -216,13 +198,14 @@ class OpeningStore(KVStore):
         """Whether the store is open, cannot be opened, or takes too long."""
         return self._ended.is_set() or self._clock.monotonic() >= self._until
 
-    def end_patience(self, task: OpeningTask) -> None:
+    def end_patience(self, task: Later[Task]) -> None:
         """Wait until a task has begun in the open store; refuse it if it has not when the patience ends."""
         self._opened()
         with self._lock:
-            if task in self._waiting:
-                self._waiting.remove(task)
-                task.begin(None, self._why)
+            if task not in self._waiting:
+                return
+            self._waiting.remove(task)
+        task.run()
 
     def _opened(self) -> KVStore | None:
         """Return the store, and wait for it as long as the patience lasts; None if it is not open then."""
@@ -230,21 +213,20 @@ class OpeningStore(KVStore):
         return self._store
 
     def _open(self) -> None:
-        store = None
         try:
-            store = self._make()
+            self._made = self._make()
         except Exception as error:  # noqa: BLE001 - the engine continues after any error
             self._failed(error)
         while True:
             with self._lock:
                 if not self._waiting:  # further calls come after those that waited
-                    closed, self._store = self._closed, None if self._closed else store
+                    closed, self._store = self._closed, None if self._closed else self._made
                     break
                 task = self._waiting.popleft()
-            task.begin(store, self._why)  # without the lock, because a store may take its time to begin
+            task.run()  # without the lock, because a store may take its time to begin
         self._ended.set()
-        if closed and store is not None:
-            store.close()
+        if closed and self._made is not None:
+            self._made.close()
 
     def _failed(self, error: Exception) -> None:
         """Note why the store cannot be opened."""
@@ -252,18 +234,31 @@ class OpeningStore(KVStore):
         get_logger(__name__).warning("[UCM.Store] nothing is loaded or saved here: %s", self._why.what)
 
     def _move(self, keys: Sequence[BlockKey], call: Callable[[KVStore], Task]) -> Task:
+        task = Later(lambda: self._begun(keys, call), clock=self._clock)
         with self._lock:
             store = self._store
             if store is None:
-                task = OpeningTask(self, keys, call, clock=self._clock)
                 if self._closed:
                     raise ValueError("the store is closed")
-                if self.is_over:
-                    task.begin(None, self._why)
-                else:
-                    self._waiting.append(task)
-                return task
-        return call(store)
+                self._waiting.append(task)
+        if store is not None:
+            return call(store)
+        if self.is_over:
+            self.end_patience(task)
+        return OpeningTask(self, task)
+
+    def _begun(self, keys: Sequence[BlockKey], call: Callable[[KVStore], Task]) -> Task:
+        """Start a transfer in the open store, or fail it if there is none."""
+        why_not = self._why
+        try:
+            if self._made is not None:
+                return call(self._made)
+        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
+            why_not = unexpected(error)
+        refused = TransferTask(len(keys))
+        for key in keys:
+            refused.failed(key, why_not)
+        return refused
 
 
 _CLASSES = {
@@ -324,8 +319,8 @@ def open_store(
         )
     whole = [name for name, back_end in back_ends.items() if not is_tier(back_end)]
     if not whole:
-        places = {name: TierPlace(name, namespace, geometry, codec, config, authenticator, clock) for name in names}
-        return TieredStore(_open_tiers(back_ends, places), codec, config, clock=clock)
+        places = [TierPlace(name, namespace, geometry, codec, config, authenticator, clock) for name in names]
+        return TieredStore(_open_tiers([*back_ends.values()], places), codec, config, clock=clock)
     if authenticator is not None and whole != ["Empty"]:
         raise ConfigError(
             f"{whole[0]} stores blocks in its own way, and UCM cannot authenticate them",
@@ -364,10 +359,9 @@ def open_tier(
         ConfigError: The tier cannot be opened.
     """
     back_end = back_end_class(name)
-    options = tier_options(back_end, name, config.tiers.get(name, {}))
     codec = None if geometry is None else HeaderCodec(namespace, geometry, authenticator)
     place = TierPlace(name, namespace, geometry, codec, config, authenticator)
-    opened: Tier = back_end(options, place)
+    opened: Tier = back_end(tier_options(back_end, place), place)
     return opened
 
 
@@ -470,14 +464,15 @@ def is_on_servers(name: str) -> bool:
     return issubclass(_CLASSES.get(name, PosixTier), RemoteTier)
 
 
-def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) -> TierOptions:
+def tier_options(back_end: type[Tier], place: TierPlace) -> TierOptions:
     """Return a tier's options, validated.
 
     Raises:
         ConfigError: An option is wrong. Its value is not shown: it may be a misplaced secret.
     """
+    name = place.name
     try:
-        return back_end.Options.model_validate(dict(written))
+        return back_end.Options.model_validate(dict(place.config.tiers.get(name, {})))
     except ValidationError as error:
         found = error.errors(include_input=False, include_url=False)[0]
         option = ".".join(map(str, found["loc"]))
@@ -487,18 +482,15 @@ def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) ->
         ) from None
 
 
-def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -> list[Tier]:
+def _open_tiers(back_ends: Sequence[Any], places: Sequence[TierPlace]) -> list[Tier]:
     """Open every tier of a pipeline; close all of them again if one fails."""
     tiers: list[Tier] = []
     # Check all options before opening the first tier, whose medium may not answer.
-    options = {
-        name: tier_options(back_end, name, places[name].config.tiers.get(name, {}))
-        for name, back_end in back_ends.items()
-    }
+    options = [tier_options(back_end, place) for back_end, place in zip(back_ends, places, strict=True)]
     try:
-        for name, back_end in back_ends.items():
-            tiers.append(back_end(options[name], places[name]))
-            tiers[-1].counters.shares = Shares.of(places[name].config)
+        for back_end, of, place in zip(back_ends, options, places, strict=True):
+            tiers.append(back_end(of, place))
+            tiers[-1].counters.shares = Shares.of(place.config)
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -523,24 +515,19 @@ def back_end_class(name: str) -> Any:
     """
     if name in _CLASSES:
         return _CLASSES[name]
-    module_name, colon, class_name = name.partition(":")
-    if colon:
-        try:
-            return getattr(import_module(module_name), class_name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"the back end {name} cannot be loaded: {error}",
-                where=_WHERE,
-                fix="check that the package is installed in this environment",
-            ) from error
     installed = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in installed:
+    point = EntryPoint(name, name, ENTRY_POINT_GROUP) if ":" in name else installed.get(name)
+    if point is None:
         raise ConfigError(
             f"there is no back end {name!r}",
             where=_WHERE,
             fix=f"use one of {', '.join([*OURS, *sorted(installed)])}, or package.module:Class",
         )
     try:
-        return installed[name].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the back end {name} cannot be loaded: {error}", where=_WHERE) from error
+        return point.load()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"the back end {name} cannot be loaded: {error}",
+            where=_WHERE,
+            fix="check that the package is installed in this environment",
+        ) from error

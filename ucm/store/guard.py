@@ -52,34 +52,29 @@ class Guard:
     # Threads.
 
     def load_later(
-        self,
-        blocks: Sequence[BlockTransfer],
-        run: Callable[[Sequence[BlockTransfer]], None],
-        refuse: Callable[[Sequence[BlockTransfer], StoreError], None],
+        self, blocks: Sequence[BlockTransfer], run: Callable[[Sequence[BlockTransfer], StoreError | None], None]
     ) -> None:
         """Process blocks on the load threads, in batches.
 
         Args:
             blocks: The blocks.
-            run: Called with each batch.
-            refuse: Called instead, with the batch and an error, if the batch would wait for stuck threads.
+            run: Called with each batch; if that would wait for stuck threads, by another thread, with the error.
         """
         for lane, some in self._by_lane(blocks).items():
             nbytes = some[0].nbytes or 1
             step = max(1, min(-(-len(some) // self._load_threads), self.tier.batch_nbytes // nbytes))
             parts = [some[at : at + step] for at in range(0, len(some), step)]
-            stuck = self.stuck()
-            self._loads[lane].submit([RefusableJob(partial(run, part), partial(refuse, part, stuck)) for part in parts])
+            self._loads[lane].submit([self._job(partial(run, part)) for part in parts])
 
-    def save_later(self, jobs: Sequence[tuple[BlockKey, Job, Job]]) -> None:
+    def save_later(self, jobs: Sequence[tuple[BlockKey, Callable[[StoreError | None], None]]]) -> None:
         """Process blocks on the write threads.
 
         Args:
-            jobs: For each block, its key, the job, and the job to run instead if it would wait for stuck threads.
+            jobs: For each block, its key and what to call, as ``run`` of ``load_later``.
         """
         by_lane: dict[int, list[Job]] = defaultdict(list)
-        for key, run, refuse in jobs:
-            by_lane[self.tier.lane(key)].append(RefusableJob(run, refuse))
+        for key, run in jobs:
+            by_lane[self.tier.lane(key)].append(self._job(run))
         for lane, of_lane in by_lane.items():
             self._saves[lane].submit(of_lane)
 
@@ -239,9 +234,9 @@ class Guard:
             found[self.tier.lane(block.key)].append(block)
         return dict(found)
 
-    def stuck(self) -> StoreError:
-        """Return the error of a job that would wait for stuck threads."""
-        return StoreTimeoutError(f"the threads of the tier {self.name} are stuck: it does not answer")
+    def _job(self, run: Callable[[StoreError | None], None]) -> Job:
+        stuck = StoreTimeoutError(f"the threads of the tier {self.name} are stuck: it does not answer")
+        return RefusableJob(partial(run, None), partial(run, stuck))
 
 
 def unexpected(error: Exception) -> StoreError:

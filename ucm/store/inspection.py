@@ -70,13 +70,12 @@ class StoredBlock:
         return self.layout.block(self.key) if self.slot is None else f"{self.slot[0]}#{self.slot[1]}"
 
 
-def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = False) -> Iterator[StoredBlock]:
+def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlock]:
     """Yield every block of a root, or of one of its namespaces; skip those that vanish meanwhile.
 
     Args:
         root: The root.
         namespace: The namespace; None: all.
-        in_memory: Whether the root is a Dram tier's, whose blocks lie in segments alone.
 
     Raises:
         OSError: The root cannot be listed.
@@ -84,7 +83,7 @@ def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = 
     for layout in namespaces(root):
         if namespace is not None and layout.namespace != namespace:
             continue
-        for bucket in () if in_memory else buckets(layout):
+        for bucket in buckets(layout):
             for name, status in list_directory(bucket):
                 key = key_of(bucket, name)
                 if key is not None:
@@ -132,27 +131,26 @@ def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:
 
 @dataclass(slots=True)
 class NamespaceStock:
-    """The contents of a namespace in one directory; bytes count whole files, times are seconds since the epoch."""
+    """The contents of a namespace in one directory; bytes count whole files, times are seconds since the epoch.
+
+    The names are those of ``ucm store stat --json``.
+    """
 
     namespace: str
     identity: dict[str, Any] | None  #: the facts that its blocks depend on
     blocks: int = 0
-    nbytes: int = 0
-    leased_nbytes: int = 0  #: of retained and pinned blocks
-    oldest: float | None = None  #: the time of the least recent use
-    newest: float | None = None
+    bytes: int = 0
+    uncompressed_bytes: int | None = None  #: of the blocks without compression; None if unknown
+    leased_bytes: int = 0  #: of retained and pinned blocks
+    pinned_bytes: int = 0
+    oldest_use: float | None = None  #: the time of the least recent use
+    newest_use: float | None = None
     temporaries: int = 0  #: blocks being written
     left_behind: int = 0  #: temporary files whose owners are gone
     quarantined: int = 0  #: damaged blocks in quarantine
-    side_nbytes: int = 0  #: of temporaries and damaged blocks
-    plain_nbytes: int | None = None  #: of the blocks without compression; None if unknown
+    side_bytes: int = 0  #: of temporaries and damaged blocks
     #: Blocks, bytes, and pinned bytes, by the digits of the salt's tag.
     by_salt: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def pinned_nbytes(self) -> int:
-        """The bytes of pinned blocks."""
-        return sum(pinned for _, _, pinned in self.by_salt.values())
 
 
 def damaged_files(layout: Layout) -> list[StoredFile]:
@@ -193,16 +191,13 @@ def identity(layout: Layout) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def take_stock(
-    layout: Layout, config: StoreConfig, step: Callable[[], object] = int, *, in_memory: bool = False
-) -> NamespaceStock:
+def take_stock(layout: Layout, config: StoreConfig, step: Callable[[], object] = int) -> NamespaceStock:
     """Count the contents of a namespace.
 
     Args:
         layout: The namespace.
         config: The store's options.
         step: Called after each block.
-        in_memory: Whether the namespace is in a Dram tier.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -211,26 +206,27 @@ def take_stock(
     size: int | None = None  # of each block without compression: all blocks of a namespace have one geometry
     rules, now = LeaseRules.of(config), int(time.time() * 1e9)
     span_ends = used_until(now / 1e9, config.touch_seconds, 0)
-    for block in stored_blocks(layout.root, layout.namespace, in_memory=in_memory):
+    for block in stored_blocks(layout.root, layout.namespace):
         if size is None and block.slot is None:
             with suppress(OSError, StoreError):  # another block will do
                 size = read_header(block.path).file_nbytes
         stock.blocks += 1
-        stock.nbytes += block.nbytes
+        stock.bytes += block.nbytes
         of_salt = stock.by_salt.setdefault(tag_digits(block.key), [0, 0, 0])
         of_salt[0] += 1
         of_salt[1] += block.nbytes
         if rules.rank(block.used_ns, now) > span_ends:
-            stock.leased_nbytes += block.nbytes
+            stock.leased_bytes += block.nbytes
         if rules.is_pinned(block.used_ns, now):
             of_salt[2] += block.nbytes
-        stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
-        stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
+            stock.pinned_bytes += block.nbytes
+        stock.oldest_use = block.used if stock.oldest_use is None else min(block.used, stock.oldest_use)
+        stock.newest_use = block.used if stock.newest_use is None else max(block.used, stock.newest_use)
         step()
-    stock.plain_nbytes = None if size is None else size * stock.blocks
+    stock.uncompressed_bytes = None if size is None else size * stock.blocks
     temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
     stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
-    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined))
+    stock.side_bytes = sum(file.nbytes for file in (*temporaries, *quarantined))
     stock.left_behind = len(left_behind(layout, config.stale_seconds))
     return stock
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
@@ -129,14 +130,9 @@ class TierCounters:
     def snapshot(self, used_bytes: int | None, capacity_bytes: int | None) -> TierStats:
         """Return a copy of the counters."""
         with self._lock:
-            return replace(
-                self._stats,
-                failures=dict(self._stats.failures),
-                hits_of=dict(self._stats.hits_of),
-                evicted_of=dict(self._stats.evicted_of),
-                used_bytes=used_bytes,
-                capacity_bytes=capacity_bytes,
-            )
+            found = deepcopy(self._stats)
+        found.used_bytes, found.capacity_bytes = used_bytes, capacity_bytes
+        return found
 
     def _by_account(self, keys: Sequence[BlockKey]) -> Counter[str]:
         return Counter(self.shares.account_of(key) for key in keys) if self.shares.weights else Counter()
@@ -372,6 +368,7 @@ class ValueTier(Tier):
     ) -> None:
         super().__init__(name, timeout, transfer_timeout, breaker, clock=place.clock)
         self.codec, self.authenticator, self.namespace = place.codec, place.authenticator, place.namespace
+        self._geometry = place.geometry
 
     @abstractmethod
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
@@ -452,8 +449,7 @@ class ValueTier(Tier):
 
     def _plain(self, key: BlockKey, stored: Buffer) -> Buffer:
         """Return a value, decompressed and verified; raises like ``verify``."""
-        geometry = self.codec.geometry if self.codec is not None else None
-        return verify(stored, key, self.authenticator, namespace=self.namespace, geometry=geometry)[1]
+        return verify(stored, key, self.authenticator, namespace=self.namespace, geometry=self._geometry)[1]
 
 
 # The time of last use of a block is the moment until which it is worth keeping, so that leases need no record and

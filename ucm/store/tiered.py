@@ -75,15 +75,7 @@ class TieredStore(KVStore):
         self._most_promoting = 0 if codec is None else config.write_behind_bytes // codec.file_nbytes
         self._behind = tuple(
             tuple(
-                WriteBehind(
-                    self._guards[:number],
-                    guard,
-                    config.write_behind_bytes // guard.tier.lanes,
-                    codec,
-                    config.save_nice,
-                    clock=clock,
-                )
-                for _ in range(guard.tier.lanes)
+                WriteBehind(self._guards[:number], guard, codec, config, clock=clock) for _ in range(guard.tier.lanes)
             )
             for number, guard in enumerate(self._guards)
             if number and codec is not None
@@ -129,13 +121,11 @@ class TieredStore(KVStore):
             room = (self._queue_limit - self._queued_bytes) // codec.geometry.nbytes
             accepted = max(room, 0 if self._queued_bytes else 1)
             self._queued_bytes += codec.geometry.nbytes * min(accepted, len(blocks))
-        first, refuse = self._guards[0], partial(self._refuse_save, task)
+        first = self._guards[0]
         for block in blocks[accepted:]:
             first.counters.failed("save", full := too_far_behind(self._queue_limit))
             task.failed(block.key, full)
-        first.save_later(
-            [(block.key, partial(self._save, task, block), partial(refuse, block.key)) for block in blocks[:accepted]]
-        )
+        first.save_later([(block.key, partial(self._save, task, block)) for block in blocks[:accepted]])
         return task
 
     def renew(self, depths: Mapping[BlockKey, int]) -> None:
@@ -185,24 +175,21 @@ class TieredStore(KVStore):
             guard.relieve()
 
     def _load_from(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer]) -> None:
-        def refuse(some: Sequence[BlockTransfer], error: StoreError) -> None:
-            self._not_loaded(number, task, [(block, error) for block in some])
-
-        run = partial(self._load, number, task)
         try:
-            self._guards[number].load_later(blocks, run, refuse)
+            self._guards[number].load_later(blocks, partial(self._load, number, task))
         except ValueError as error:  # closed meanwhile
             if not number:
                 raise
             for block in blocks:
                 task.failed(block.key, StoreError(str(error)))
 
-    def _load(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer]) -> None:
+    def _load(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer], stuck: StoreError | None) -> None:
         guard = self._guards[number]
         left: list[tuple[BlockTransfer, StoreError]] = []
         loaded: list[BlockTransfer] = []
         try:
-            for block, outcome in zip(blocks, guard.read_many(blocks), strict=True):
+            outcomes = guard.read_many(blocks) if stuck is None else [stuck] * len(blocks)
+            for block, outcome in zip(blocks, outcomes, strict=True):
                 if isinstance(outcome, StoreError):
                     left.append((block, outcome))
                     continue
@@ -241,21 +228,19 @@ class TieredStore(KVStore):
             if block.key in self._promoting or len(self._promoting) >= self._most_promoting:
                 return
             self._promoting.add(block.key)
-        forget = partial(self._promoting.discard, block.key)
         try:
             content = aligned_buffer(codec.file_nbytes)
             gather(block.slices, content[codec.nbytes :])
-            first.save_later([(block.key, partial(self._write_copy, block.key, block.depth, content), forget)])
-        except StoreError as error:  # there is no memory
-            first.counters.failed("promote", error)
-            forget()
-        except ValueError:  # closed meanwhile
-            forget()
+            first.save_later([(block.key, partial(self._write_copy, block.key, block.depth, content))])
+        except (StoreError, ValueError) as error:  # there is no memory, or it was closed meanwhile
+            self._promoting.discard(block.key)
+            if isinstance(error, StoreError):
+                first.counters.failed("promote", error)
 
-    def _write_copy(self, key: BlockKey, depth: int, content: Buffer) -> None:
+    def _write_copy(self, key: BlockKey, depth: int, content: Buffer, stuck: StoreError | None) -> None:
         codec, first = known_codec(self._codec), self._guards[0]
         try:
-            if not self._closed and not first.has(key):  # another engine may have been faster
+            if stuck is None and not self._closed and not first.has(key):  # another engine may have been faster
                 content[: codec.nbytes] = codec.encode(key, codec.seal([content[codec.nbytes :]]))
                 first.put(key, [content], codec.geometry.nbytes, depth)
         except Exception as error:  # noqa: BLE001 - the thread goes on after any error
@@ -263,20 +248,21 @@ class TieredStore(KVStore):
         finally:
             self._promoting.discard(key)
 
-    def _save(self, task: TransferTask, block: BlockTransfer) -> None:
+    def _save(self, task: TransferTask, block: BlockTransfer, stuck: StoreError | None) -> None:
         try:
+            if stuck is not None:
+                self._guards[0].counters.failed("save", stuck)
+                raise stuck
             number, written = self._put(block)
         except StoreError as error:
-            self._saved(task, block.key, error)
-            return
-        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
-            failure = unexpected(error)
-            self._guards[0].counters.failed("save", failure)
-            self._saved(task, block.key, failure)
-            return
-        for guard, lanes in zip(self._guards[number + 1 :], self._behind[number:], strict=True):
-            lanes[guard.tier.lane(block.key)].add(block.key, block.depth, block.retain_until)
-        self._saved(task, block.key, self._guards[number].name, written)
+            report = partial(task.failed, block.key, error)
+        else:
+            for guard, lanes in zip(self._guards[number + 1 :], self._behind[number:], strict=True):
+                lanes[guard.tier.lane(block.key)].add(block.key, block.depth, block.retain_until)
+            report = partial(task.succeeded, block.key, self._guards[number].name, written)
+        with self._lock:
+            self._queued_bytes -= known_codec(self._codec).geometry.nbytes
+        report()
 
     def _put(self, block: BlockTransfer) -> tuple[int, int]:
         """Write a block into the first tier that accepts it, unless a tier has it.
@@ -298,26 +284,12 @@ class TieredStore(KVStore):
                     return number, 0
                 pieces = pieces or [codec.encode(block.key, codec.seal(block.slices)), *block.slices]
                 guard.put(block.key, pieces, nbytes, block.depth, block.retain_until)
-            except StoreError as error:
-                guard.counters.failed("save", error)
-                failures.append(error)
+            except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
+                failures.append(unexpected(error))
+                guard.counters.failed("save", failures[-1])
             else:
                 return number, nbytes
         raise failures[-1]
-
-    def _refuse_save(self, task: TransferTask, key: BlockKey) -> None:
-        stuck = self._guards[0].stuck()
-        self._guards[0].counters.failed("save", stuck)
-        self._saved(task, key, stuck)
-
-    def _saved(self, task: TransferTask, key: BlockKey, outcome: StoreError | str, nbytes: int = 0) -> None:
-        """Report a block's outcome: an error, or the tier that has it."""
-        with self._lock:
-            self._queued_bytes -= known_codec(self._codec).geometry.nbytes
-        if isinstance(outcome, StoreError):
-            task.failed(key, outcome)
-        else:
-            task.succeeded(key, outcome, nbytes)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockTransfer
-from ucm.store.bench import Figures, Run, bench, verify
+from ucm.store.bench import Figures, Run, verify
 from ucm.store.format import checksum
 from ucm.store.memory.slab import PAGE, Slab, SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import ExitStack
 
     from ucm.store.bench import Workload
     from ucm.store.config import StoreConfig
@@ -24,23 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class SideFigures(Figures):
-    """The seconds, and those of this process's processor time.
-
-    Args:
-        elsewhere: Called at the end of each round; returns the seconds of operations that another process measured.
-    """
+    """The seconds, and those of this process's processor time."""
 
     processor: dict[str, list[float]] = field(default_factory=dict)
-    elsewhere: Callable[[], Mapping[str, float]] = dict
 
     def add(self, operation: str, run: Callable[[], None]) -> None:
         used = time.process_time()
         super().add(operation, run)
         self.processor.setdefault(operation, []).append(time.process_time() - used)
-
-    def end_round(self) -> None:
-        for operation, seconds in self.elsewhere().items():
-            self.seconds.setdefault(operation, []).append(seconds)
 
     def merge(self, other: SideFigures, side: str = "") -> None:
         """Add the rounds of another measurement of as many bytes, its operations under names that begin with a side."""
@@ -122,7 +113,15 @@ class WideRun(Run):
 def measured(
     config: StoreConfig, workload: Workload, elsewhere: Callable[[], Mapping[str, float]] = dict, *, tidy: bool = True
 ) -> SideFigures:
-    """Return what `bench` measures."""
-    figures = SideFigures(workload, elsewhere=elsewhere)
-    bench(config, figures, tidy=tidy, kind=WideRun)
+    """Return what a `WideRun` measures, and what ``elsewhere`` returns at the end of each round: another process's."""
+    figures = SideFigures(workload)
+
+    class Beside(WideRun):
+        def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
+            yield from super().operations(number)
+            for operation, seconds in elsewhere().items():
+                figures.seconds.setdefault(operation, []).append(seconds)
+
+    with ExitStack() as stack:
+        Beside(config, workload, stack, tidy=tidy).measure(figures)
     return figures

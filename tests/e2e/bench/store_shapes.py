@@ -2,7 +2,7 @@
 
 Checksums are included on our side; uc-manager has none. In each round, all do the same in turn. uc-manager's store
 runs in a process of its own; what it loads is compared there. It bypasses the page cache. Nothing is deleted before
-the end; see `ucm.store.bench.bench`.
+the end; see `ucm.store.bench.Run`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from annotated_types import Ge, Gt, Le
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from ucm.config import StoreSettings
 from ucm.config.load import load_connector_config
 from ucm.config.settings import ONLY_WITH, format_size, parse_size, setting_name
 from ucm.errors import ConfigError
-from ucm.store.config import BOUNDS, StoreConfig, Within
+from ucm.store.config import StoreConfig, option_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,19 +149,24 @@ def test_what_the_store_refuses_is_refused_here(name: str, value: float) -> None
     assert ours.as_store_config().pipeline == "acme.tape:Store"
 
 
-@pytest.mark.parametrize(("name", "within"), BOUNDS.items())
-def test_an_option_and_its_setting_have_the_same_bounds(name: str, within: Within) -> None:
-    setting, inside, outside = setting_name(name), [within.least, within.most], [within.above]
-    outside += [one + step for one, step in ((within.least, -1), (within.most, 1)) if one is not None]
-    assert any(value is not None for value in outside)
-    for value in (one for one in outside if one is not None):
-        refused: dict[str, Any] = {name: value}
-        with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
-            StoreConfig(**refused)
-        with pytest.raises(ValueError, match=setting):
-            StoreSettings.model_validate({"pipeline": "acme.tape:Store", setting: value})
-    for value in (one for one in inside if one is not None):
-        accepted: dict[str, Any] = {name: value}
+BOUNDS = [
+    (name, bound)
+    for name, hint in option_types().items()
+    for info in getattr(hint, "__metadata__", ())
+    for bound in info.metadata
+]
+
+
+@pytest.mark.parametrize(("name", "bound"), BOUNDS)
+def test_an_option_and_its_setting_have_the_same_bounds(name: str, bound: Ge | Gt | Le) -> None:
+    setting, value = setting_name(name), next(iter(dataclasses.asdict(bound).values()))
+    outside, accepted = {Ge: value - 1, Gt: value, Le: value + 1}[type(bound)], {name: value}
+    refused: dict[str, Any] = {name: outside}
+    with pytest.raises(ConfigError, match=f"{name} is {outside}; it must be"):
+        StoreConfig(**refused)
+    with pytest.raises(ValueError, match=setting):
+        StoreSettings.model_validate({"pipeline": "acme.tape:Store", setting: outside})
+    if not isinstance(bound, Gt):
         assert getattr(StoreConfig(**accepted), name) == value
 
 

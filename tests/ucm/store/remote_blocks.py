@@ -61,8 +61,8 @@ def open_over(
 ) -> KVStore:
     """Open a store above one tier with a client of the test's own, as ``open_store`` does with that of the process."""
     codec = HeaderCodec(namespace, EVEN, None)
-    options: Any = tier_options(tier, config.pipeline, config.tiers[config.pipeline])
     place = TierPlace(config.pipeline, namespace, EVEN, codec, config, None, clock)
+    options: Any = tier_options(tier, place)
     return TieredStore([tier(options, place, client)], codec, config, clock=clock)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.bench.store_figures import SideFigures, WideRun, measured
-from ucm.store.bench import Figures, Workload, bench, beside, for_bench
+from ucm.store.bench import Figures, Run, Workload, beside, for_bench
 from ucm.testing.blocks import files
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def test_every_operation_is_measured_in_every_round(
     chosen = replace(config, pipeline=pipeline, dram_directory=memory, dram_capacity_bytes=1 << 24, load_threads=3)
     heard: list[str] = []
     figures = SideFigures(SMALL)
-    bench(for_bench(chosen), figures, heard.append, kind=WideRun if wide else None)
+    with ExitStack() as stack:
+        (WideRun if wide else Run)(for_bench(chosen), SMALL, stack).measure(figures, heard.append)
     expected = ["memcpy", "write", "save", "read hot", "load hot"]
     if pipeline == "Posix":
         expected += ["read cold", "load cold"]

@@ -23,8 +23,8 @@ from ucm.store.base import BlockCompressedError, BlockCorruptError, BlockGeometr
 from ucm.store.compression import FRAME, pack, unpack
 from ucm.store.factory import open_store
 from ucm.store.inspection import check_block, stored_blocks, take_stock
-from ucm.store.posix.directory import Directory
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.space import Evictor
 from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ def test_the_tally_and_the_statistics_count_stored_bytes(
     compressing: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserved: list[int] = []
-    reserve = Directory.reserve
+    reserve = Evictor.reserve
 
-    def counted(self: Directory, descriptor: int, nbytes: int) -> None:
+    def counted(self: Evictor, descriptor: int, nbytes: int) -> None:
         reserve(self, descriptor, nbytes)
         reserved.append(nbytes)
 
-    monkeypatch.setattr(Directory, "reserve", counted)
+    monkeypatch.setattr(Evictor, "reserve", counted)
     with open_store(replace(compressing, posix_capacity_bytes=1 << 30), NAMESPACE, EVEN) as store:
         save(store, KEYS, EVEN)
         stats = store.stats()["posix"]
@@ -148,7 +148,7 @@ def test_tools_know_compressed_blocks(compressing: StoreConfig) -> None:
     root = compressing.directories[0]
     (first, *others) = stored_blocks(root)
     stock = take_stock(Layout(root, NAMESPACE), compressing)
-    assert stock.plain_nbytes == len(KEYS) * (HEADER + LARGE.nbytes) > 1.4 * stock.nbytes
+    assert stock.uncompressed_bytes == len(KEYS) * (HEADER + LARGE.nbytes) > 1.4 * stock.bytes
     assert all(check_block(block) is None for block in (first, *others))
     good = Path(first.path).read_bytes()
     for index in (8, 100, HEADER + 5, len(good) // 2, len(good) - 1):
@@ -178,7 +178,7 @@ def test_a_server_may_have_both_forms(config: StoreConfig, redis_server: RedisSe
 @pytest.fixture
 def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr(compression, "_local", compression._Local())
+    compression._zstandard.cache_clear()
 
 
 def test_without_the_package_a_block_stays(

@@ -76,22 +76,22 @@ def test_a_namespace_s_stock(layout: Layout) -> None:
         os.utime(layout.block(key(number)), (1000 + number, 1000 + number))
     steps: list[None] = []
     stock = take_stock(layout, StoreConfig(), lambda: steps.append(None))
-    assert (stock.namespace, stock.blocks, stock.nbytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
-    assert (stock.oldest, stock.newest) == (1000, 1002)
-    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (0, 0, 0, 0)
+    assert (stock.namespace, stock.blocks, stock.bytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
+    assert (stock.oldest_use, stock.newest_use) == (1000, 1002)
+    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_bytes) == (0, 0, 0, 0)
 
 
 def test_a_block_used_in_1970(layout: Layout) -> None:
     for number in range(3):
         os.utime(layout.block(key(number)), (0, 0))
     stock = take_stock(layout, StoreConfig())
-    assert (stock.oldest, stock.newest) == (0, 0)
+    assert (stock.oldest_use, stock.newest_use) == (0, 0)
 
 
 def test_a_namespace_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     layout = Layout(str(tmp_path), "n")
     stock = take_stock(layout, StoreConfig())
-    assert (stock.blocks, stock.oldest, stock.newest, stock.identity) == (0, None, None, None)
+    assert (stock.blocks, stock.oldest_use, stock.newest_use, stock.identity) == (0, None, None, None)
     assert side_files(layout.temporary) == []
 
 
@@ -108,7 +108,7 @@ def test_what_the_dead_left(layout: Layout) -> None:
         (f"{layout.quarantine}/{dead}", 1),
     }
     stock = take_stock(layout, StoreConfig())
-    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (2, 2, 1, 17)
+    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_bytes) == (2, 2, 1, 17)
     Path(layout.temporary, mine).rename(Path(layout.temporary, f"{'0' * 16}-1-1-0-0"))  # of another host
     assert len(left_behind(layout, 3600)) == 2
     assert len(left_behind(layout, -1)) == 3

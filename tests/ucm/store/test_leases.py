@@ -15,7 +15,7 @@ import pytest
 from tests.simulated import begin_span
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, chain, found, has_no_gap, save
 from ucm.store.base import BlockCorruptError, BlockTransfer
-from ucm.store.config import BOUNDS
+from ucm.store.config import LONGEST
 from ucm.store.factory import open_store, open_tier
 from ucm.store.posix import paths, space
 from ucm.store.posix.directory import Directory
@@ -236,8 +236,7 @@ def test_what_is_no_time_or_past_is_no_lease(patient: StoreConfig, clock: Simula
 
 
 def test_the_longest_lease_is_one_that_files_can_have(patient: StoreConfig, clock: SimulatedClock) -> None:
-    (one,), longest = chain(0, 1), BOUNDS["lease_seconds"].most
-    assert longest is not None
+    (one,), longest = chain(0, 1), LONGEST
     with open_store(replace(patient, lease_seconds=longest), NAMESPACE, SMALL, clock=clock) as store:
         save(store, [one])
         asked = clock.time()  # settling may pass the end of a span
@@ -251,7 +250,7 @@ def test_times_that_wait_for_a_stuck_directory_do_not_pile_up(
 ) -> None:
     monkeypatch.setattr(space, "_MOST_TOUCHES", 3)
     keys, failed = chain(0, 5), list[int]()
-    evictor = Directory(patient.directories[0], NAMESPACE, patient, None, lambda _: None, clock=clock).evictor
+    evictor = space.Evictor(Layout(patient.directories[0], NAMESPACE), patient, lambda _: None, clock=clock)
     for number, one in enumerate(keys):
         evictor.touch(one.hex(), 1, partial(failed.append, number))
     assert failed == [3, 4]
@@ -354,7 +353,7 @@ def test_a_slower_writer_of_a_block_does_not_end_its_lease(
     """Also where a file system cannot rename to a new name in one step, if the other writer is not as fast as that."""
     keys, until, publish = chain(0, 1), clock.time() + 900.0, Directory.publish
     if not at_once:
-        monkeypatch.setattr(paths, "_renameat2", lambda: None)
+        monkeypatch.setattr(paths, "system_call", lambda *_: None)
 
     def overtaken(self: Directory, private: str, path: str) -> None:
         with monkeypatch.context() as patch:

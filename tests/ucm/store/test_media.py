@@ -253,7 +253,7 @@ def test_claiming_space_is_left_where_it_cannot_be(
         ctypes.set_errno(number or 0)
         return -1
 
-    monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse if number else None)
+    monkeypatch.setattr(posix_files, "system_call", lambda *_: refuse if number else None)
     large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
     with open_store(replace(config, save_threads=1), NAMESPACE, large, clock=clock) as store:
         assert save(store, KEYS[:3], large).failed == {}
@@ -268,7 +268,7 @@ def test_a_block_for_which_no_space_can_be_claimed(
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
-    monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse)
+    monkeypatch.setattr(posix_files, "system_call", lambda *_: refuse)
     large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
     with open_store(config, NAMESPACE, large, clock=clock) as store:
         assert isinstance(save(store, KEYS[:1], large).failed[KEYS[0]], StoreFullError)

@@ -17,14 +17,14 @@ from tests.ucm.store.evicting import evict_unpinned
 from tests.ucm.store.test_chains import FILE, NAMESPACE, SMALL, TOUCH, found, has_no_gap, save
 from tests.ucm.store.test_leases import UNIT, settle, wrote
 from tests.ucm.store.workers import flood_until_killed, of_salt
-from ucm.errors import ConfigError
+from ucm.commands.store.prompt import check_pins
+from ucm.errors import ConfigError, UcmError
 from ucm.salts import tag_name, tag_of_salt
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import scan as posix_scan
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.scan import evict, scan
-from ucm.store.posix.space import pins_beyond
 from ucm.store.shares import OTHERS, Shares, Turns
 from ucm.store.tier import LeaseRules, pinned_until
 from ucm.testing.blocks import in_order
@@ -366,7 +366,11 @@ def test_a_pin_that_is_accepted_is_kept_and_one_that_is_refused_would_not_be(
         Path(layout.block(key)).write_bytes(bytes(nbytes))
         if key not in added:
             os.utime(layout.block(key), ns=(end, end))
-    refused = pins_beyond(config, {NAMESPACE: added}, pinned_until(int((now + 60 * until) * 1e9)) / 1e9, clock=clock)
+    refused, last = False, pinned_until(int((now + 60 * until) * 1e9)) / 1e9
+    try:
+        check_pins(config, {NAMESPACE: added}, last, clock=clock)
+    except UcmError:
+        refused = True
     for key in added:
         os.utime(layout.block(key), ns=(ends[-1], ends[-1]))
     rules, shares = LeaseRules.of(config), Shares.of(config)
@@ -374,7 +378,7 @@ def test_a_pin_that_is_accepted_is_kept_and_one_that_is_refused_would_not_be(
     account = shares.account_of(of_salt("a", 0))
     mine = [key for key in keys if shares.account_of(key) == account]
     kept = all(Path(layout.block(key)).exists() for key in mine)
-    assert (refused is None) == (kept or not added)
+    assert refused == (not kept and bool(added))
 
 
 def test_pins_that_a_sample_misses_stay(config: StoreConfig, clock: SimulatedClock) -> None:

@@ -23,7 +23,6 @@ from ucm.clock import SYSTEM
 from ucm.store.base import StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix import directory as posix_directory
 from ucm.store.posix import space as posix_space
 from ucm.store.posix.scan import SAMPLE_BLOCKS, Scan, scan
 from ucm.store.posix.space import UNIT, State, Usage
@@ -220,7 +219,7 @@ def test_an_evictor_that_does_not_come_is_waited_for_once(
     with open_store(one_thread, NAMESPACE, EVEN, clock=clock) as store:
         began = clock.monotonic()
         assert len(save(store, KEYS, EVEN).failed) == 30
-        assert posix_directory._PATIENCE_SECONDS <= clock.monotonic() - began < 2 * posix_directory._PATIENCE_SECONDS
+        assert posix_space._PATIENCE_SECONDS <= clock.monotonic() - began < 2 * posix_space._PATIENCE_SECONDS
 
 
 def test_each_written_block_counts_once(config: StoreConfig, clock: SimulatedClock) -> None:
@@ -270,7 +269,7 @@ def test_a_scan_misses_no_block_that_is_being_written(
 
     with open_store(config, NAMESPACE, EVEN, clock=clock) as store:
         save(store, KEYS[:1], EVEN)
-        usage = evictor_of(store)._directory.usage
+        usage = evictor_of(store)._usage
         clock.run_until(usage.elect)
         monkeypatch.setattr(Usage, "add", meanwhile)
         save(store, KEYS[1:2], EVEN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from ucm.commands.store.text import progress
 from ucm.config.load import read_store_settings
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
-from ucm.store.bench import Figures, Workload, bench, beside, for_bench
+from ucm.store.bench import Figures, Run, Workload, beside, for_bench
 from ucm.store.config import StoreConfig
 from ucm.store.memory.segment import LOCK_FILE
 
@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
     figures = Figures(workload)
     new = "Posix" not in config.parts and not Path(config.dram_directory).exists()
     try:
-        with progress("measuring", None, "steps") as bar:
-            bench(config, figures, partial(_step, bar))
+        with progress("measuring", None, "steps") as bar, ExitStack() as stack:
+            Run(config, workload, stack).measure(figures, partial(_step, bar))
     finally:
         if new:
             with suppress(OSError):

@@ -9,12 +9,9 @@ from __future__ import annotations
 import stat
 import sys
 import time
-from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
 
 from ucm.commands.options import answer, many, say, table
 from ucm.commands.store.places import Directory, Places, find_places
@@ -99,7 +96,7 @@ class Plan:
                     if dry or _delete(path, outcome):
                         outcome.add(directory, layout, kind, nbytes)
             if self._until > _NONE and not layout.is_abandoned:
-                for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
+                for block in stored_blocks(layout.root, layout.namespace):
                     step()
                     if self._has(block) and (dry or self._delete_block(block, outcome)):
                         outcome.add(directory, layout, BLOCK, block.nbytes)
@@ -132,23 +129,18 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
     until = _NONE if older_than is None else (int((time.time() - older_than) * 1e9), 0)
     if to is None:
         return until
-    uses, keys, sizes = array("q"), array("Q"), array("q")
-    for directory, layout in chosen:
-        if directory.offloaded or layout.is_abandoned:
-            continue
-        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-            used, of_key = _order(block.used_ns, block.key)
-            uses.append(used)
-            keys.append(of_key)
-            sizes.append(block.nbytes)
-    order = np.lexsort((np.frombuffer(keys, dtype=np.uint64), np.frombuffer(uses, dtype=np.int64)))
-    # The bytes kept if all blocks before a block are deleted, for each block.
-    kept = np.cumsum(np.frombuffer(sizes, dtype=np.int64)[order][::-1])[::-1]
-    too_many = int(np.count_nonzero(kept > to))
-    if not too_many:
-        return until
-    last = order[too_many - 1]
-    return max(until, (uses[last], keys[last] + 1))
+    held = sorted(
+        (*_order(block.used_ns, block.key), block.nbytes)
+        for directory, layout in chosen
+        if not (directory.offloaded or layout.is_abandoned)
+        for block in stored_blocks(layout.root, layout.namespace)
+    )
+    kept = 0
+    for used, of_key, nbytes in reversed(held):
+        kept += nbytes
+        if kept > to:
+            return max(until, (used, of_key + 1))
+    return until
 
 
 def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, list[tuple[str, int]]]:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-import operator
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ucm.commands.options import answer, table
 from ucm.commands.store.places import Directory, about, find_places
 from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress
 from ucm.config.settings import format_size
-from ucm.store.inspection import StoredBlock, stored_blocks
+from ucm.store.inspection import StoredBlock
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
-
-
-class Listed(NamedTuple):
-    """A block and its directory."""
-
-    directory: Directory
-    block: StoredBlock
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,42 +22,27 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The options match nothing.
     """
-    places, blocks, nbytes = find_places(options), 0, 0
+    places, found = find_places(options), list[tuple[Directory, StoredBlock]]()
     before = math.inf if options.older_than is None else time.time() - options.older_than
-
-    def counted(found: Iterator[Listed]) -> Iterator[Listed]:
-        nonlocal blocks, nbytes
-        with progress("listing", None, "blocks") as bar:
-            for listed in found:
-                blocks += 1
-                nbytes += listed.block.nbytes
+    with progress("listing", None, "blocks") as bar:
+        for directory, block in places.blocks():
+            if block.used < before and block.key.hex().startswith(options.key or ""):
+                found.append((directory, block))
                 bar.update()
-                yield listed
-
-    matching = counted(
-        Listed(directory, block)
-        for directory, layout in places.chosen()
-        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory)
-        if block.used < before and block.key.hex().startswith(options.key or "")
-    )
-    latest_first = operator.attrgetter("block.used")
-    shown = (
-        heapq.nlargest(options.limit, matching, key=latest_first)
-        if options.limit
-        else sorted(matching, key=latest_first, reverse=True)
-    )
-    shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
-    lines = [*_text(shown), f"{blocks_and_bytes(blocks, nbytes)}{shorter}", *places.complaints()]
+    found.sort(key=lambda listed: listed[1].used, reverse=True)
+    shown, nbytes = found[: options.limit or None], sum(block.nbytes for _, block in found)
+    shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < len(found) else ""
+    lines = [*_text(shown), f"{blocks_and_bytes(len(found), nbytes)}{shorter}", *places.complaints()]
     data = {
-        "blocks": [{**about(*one), "bytes": one.block.nbytes, "used": iso(one.block.used)} for one in shown],
-        "matching": blocks,
+        "blocks": [{**about(at, block), "bytes": block.nbytes, "used": iso(block.used)} for at, block in shown],
+        "matching": len(found),
         "matching_bytes": nbytes,
     }
     answer(options, data, lines)
     return int(bool(places.broken))
 
 
-def _text(shown: list[Listed]) -> list[str]:
+def _text(shown: list[tuple[Directory, StoredBlock]]) -> list[str]:
     """Return one table per namespace and directory, in the order of their first blocks."""
     groups: dict[tuple[str, str], list[StoredBlock]] = {}
     for directory, block in shown:

@@ -19,7 +19,7 @@ from ucm.sparse.factory import OFFLOADING
 from ucm.store.config import DRAM, POSIX, StoreConfig, pipeline_parts
 from ucm.store.factory import back_end_class, is_on_servers, open_tier
 from ucm.store.format import namespace_digest
-from ucm.store.inspection import unmarked
+from ucm.store.inspection import stored_blocks, unmarked
 from ucm.store.memory.directory import check_apart
 from ucm.store.posix.directory import check_root
 from ucm.store.posix.layout import distrusted_namespaces, namespaces
@@ -42,15 +42,18 @@ class Directory:
         tier: ``posix`` or ``dram``.
         path: The path as given.
         problem: Why it cannot be read; empty if it can.
-        missing: Whether it does not exist yet, because engines create it when they start.
         offloaded: Whether it is not the configured store's, but holds what ``ESA`` offloads.
     """
 
     tier: str
     path: str
     problem: str = ""
-    missing: bool = False
     offloaded: bool = False
+
+    @property
+    def missing(self) -> bool:
+        """Whether it does not exist yet, because engines create it when they start."""
+        return self.problem == os.strerror(errno.ENOENT)
 
     @property
     def optional(self) -> bool:
@@ -164,6 +167,12 @@ class Places:
             )
         return meant
 
+    def blocks(self) -> Iterator[tuple[Directory, StoredBlock]]:
+        """Yield the blocks of all selected namespaces, which are as many as the medium has at that moment."""
+        for directory, layout in self.chosen():
+            for block in stored_blocks(layout.root, layout.namespace):
+                yield directory, block
+
 
 def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places:
     """Return the directories and namespaces that a command line selects.
@@ -260,23 +269,17 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: b
     capacities: dict[str, int] = {}
     if settings.parts & DRAM:
         path = config.dram_directory
-        directories.append(_engines_directory("dram", path))
+        directories.append(Directory("dram", path, _problem(path)))
         if config.dram_capacity_bytes is not None:
             capacities["dram"] = config.dram_capacity_bytes
         elif not directories[0].missing:
             system = os.statvfs(path)
             capacities["dram"] = int(system.f_blocks * system.f_frsize * config.dram_capacity_fraction)
     if settings.parts & POSIX:
-        directories += [_engines_directory("posix", path) for path in config.directories]
+        directories += [Directory("posix", path, _problem(path)) for path in config.directories]
         if config.posix_capacity_bytes is not None:
             capacities["posix"] = config.posix_capacity_bytes
     return Places(tuple(directories), patterns, capacities, config, on_servers)
-
-
-def _engines_directory(tier: str, path: str) -> Directory:
-    """Return a directory that engines create when they start."""
-    problem = _problem(path)
-    return Directory(tier, path, problem, missing=problem == os.strerror(errno.ENOENT))
 
 
 def _problem(path: str) -> str:

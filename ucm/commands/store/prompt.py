@@ -5,8 +5,9 @@ Each is a method of `Prompt` that returns what ``--json`` prints, and `ucm.comma
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -24,16 +25,23 @@ from ucm.errors import ConfigError, UcmError
 from ucm.hashing.request_content import RequestContent
 from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.integration.vllm.weightless import describe_engine
+from ucm.salts import tag_name
 from ucm.store.base import BlockKey, BlockMissingError, StoreError
 from ucm.store.config import read_secret
 from ucm.store.factory import authenticator_of, back_end_class, is_tier, open_store, open_tier
-from ucm.store.posix.space import pins_beyond
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.paths import status_of
+from ucm.store.posix.scan import StoredFile, lost_pins, scan
+from ucm.store.posix.space import PINNED_SHARE, Usage, smaller
+from ucm.store.shares import Shares
+from ucm.store.tier import LeaseRules
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.weightless import EngineFacts, StoredGroup
     from ucm.store.config import StoreConfig
@@ -158,12 +166,9 @@ class Prompt:
                 stored = one.stored
                 depths = {one.keys[chunk]: stored.group.depth(chunk) for chunk in stored.group.needed(0, tokens)}
                 # Without the geometry, which may differ between ranks, a block's own header suffices to read it.
-                geometry = stored.geometry_of_all
+                how = authenticator, stored.geometry_of_all
                 for namespace in stored.ranks if depths else ():
-                    top, *others = (
-                        stack.enter_context(closing(open_tier(config, name, namespace, authenticator, geometry)))
-                        for name in (first, *lower)
-                    )
+                    top, *others = _opened(stack, config, (first, *lower), namespace, *how)
                     counts["blocks"] += len(depths)
                     if (absent := _lacking(top, list(depths), failed)) is not None:
                         nbytes += len(depths) * _nbytes(others, absent, failed)
@@ -190,42 +195,35 @@ class Prompt:
         """Delete the blocks of a prompt from the first tier, if another one has them."""
         first, lower = self._tiers()
         deleted, kept, failed = 0, 0, dict[str, str]()
-        for stored, keys in self._groups():
-            for namespace in stored.ranks if keys else ():
-                with ExitStack() as stack:
-                    top, *others = (
-                        stack.enter_context(closing(open_tier(self.config, name, namespace)))
-                        for name in (first, *lower)
-                    )
-                    tier = top
-                    try:
-                        absent = set(_absent(top, keys))
-                        there = alone = [key for key in keys if key not in absent]
-                        for tier in others:
-                            alone = _absent(tier, alone)
-                        tier = top
-                        staying = set(alone)
-                        deleted += top.drop([key for key in there if key not in staying])
-                        kept += len(alone)
-                    except StoreError as error:
-                        failed[tier.name] = error.what
+        for namespace, depths in self._ranks():
+            with ExitStack() as stack:
+                tier, *others = tiers = _opened(stack, self.config, (first, *lower), namespace)
+                try:
+                    absent = set(_absent(tier, list(depths)))
+                    there = alone = [key for key in depths if key not in absent]
+                    for tier in others:
+                        alone = _absent(tier, alone)
+                    tier, staying = tiers[0], set(alone)
+                    deleted += tier.drop([key for key in there if key not in staying])
+                    kept += len(alone)
+                except StoreError as error:
+                    failed[tier.name] = error.what
         return {"tier": first, "lower": lower, "deleted": deleted, "kept": kept, "failed": failed}
 
     def drop(self, from_token: int = 0) -> dict[str, Any]:
         """Delete the blocks of a prompt from all tiers."""
         config = self.config
         dropped, failed = dict.fromkeys(config.parts, 0), dict[str, str]()
-        for stored, meant in self._depths(from_token):
-            for namespace in stored.ranks if meant else ():
-                for name in config.parts:
-                    if not is_tier(back_end_class(name)):
-                        failed[name] = "this store cannot delete single blocks"
-                        continue
-                    try:
-                        with closing(open_tier(config, name, namespace)) as tier:
-                            dropped[name] += tier.drop(list(meant))
-                    except (ConfigError, StoreError) as error:
-                        failed[name] = str(error).splitlines()[0]
+        for namespace, depths in self._ranks(from_token):
+            for name in config.parts:
+                if not is_tier(back_end_class(name)):
+                    failed[name] = "this store cannot delete single blocks"
+                    continue
+                try:
+                    with closing(open_tier(config, name, namespace)) as tier:
+                        dropped[name] += tier.drop(list(depths))
+                except (ConfigError, StoreError) as error:
+                    failed[name] = str(error).splitlines()[0]
         return {"dropped": dropped, "failed": failed}
 
     def _groups(self) -> Iterator[tuple[StoredGroup, list[BlockKey]]]:
@@ -239,11 +237,12 @@ class Prompt:
                 raise UcmError(f"an engine would not cache this prompt: {error}") from error
             yield stored, [BlockKey(key) for key in keys]
 
-    def _depths(self, from_token: int = 0) -> Iterator[tuple[StoredGroup, dict[BlockKey, int]]]:
-        """Yield each KV-cache group with the depths of its chunks, except those that have one of the first tokens."""
+    def _ranks(self, from_token: int = 0) -> Iterator[tuple[str, dict[BlockKey, int]]]:
+        """Yield each rank's namespace with the depths of its chunks, except those that have one of the first tokens."""
         for stored, keys in self._groups():
             first = -(-from_token // stored.group.chunk_tokens)
-            yield stored, {key: stored.group.depth(chunk) for chunk, key in enumerate(keys[first:], first)}
+            depths = {key: stored.group.depth(chunk) for chunk, key in enumerate(keys[first:], first)}
+            yield from ((namespace, depths) for namespace in stored.ranks if depths)
 
     def _find(self) -> tuple[list[FoundBlocks], int]:
         """Look up every block in every tier, without loading; also return how many tokens an engine would load."""
@@ -289,17 +288,7 @@ class Prompt:
             )
         until = SYSTEM.time() + seconds
         if pin and "Posix" in self.config.parts:  # refuse pins that an evictor would not keep
-            blocks = {namespace: keys for stored, keys in self._groups() for namespace in stored.ranks}
-            if beyond := pins_beyond(self.config, blocks, until):
-                alone = beyond.account == beyond.salt
-                whose = beyond.salt if alone else f"{beyond.salt}, with all salts without a weight,"
-                most, held, added = map(format_size, (beyond.most, beyond.held, beyond.added))
-                beside = f"{most} beside what others have pinned; it has {held} pinned, and this adds {added}"
-                raise UcmError(
-                    f"{whose} may pin {beside}",
-                    where=beyond.root,
-                    fix="pin less, end other pins of this salt with `ucm store unpin`, or raise store: posix_capacity",
-                )
+            check_pins(self.config, dict(self._ranks()), until)
         return {"until": iso(until), **self._by_tier(until, "leased", pin=pin)}
 
     def _by_tier(self, until: float, done: str, *, pin: bool = False, from_token: int = 0) -> dict[str, Any]:
@@ -311,14 +300,13 @@ class Prompt:
             for name, one in back_ends.items()
             if is_tier(one) and one.leases
         }
-        for stored, depths in self._depths(from_token):
+        for namespace, depths in self._ranks(from_token):
             for name, counts in tiers.items():
-                for namespace in stored.ranks:
-                    with closing(open_tier(config, name, namespace)) as tier:
-                        found = tier.lease(depths, until, pinned=pin)
-                    counts["blocks"] += found.stored
-                    counts[done] += found.leased
-                    counts["refused"] += map(str, found.refused)
+                with closing(open_tier(config, name, namespace)) as tier:
+                    found = tier.lease(depths, until, pinned=pin)
+                counts["blocks"] += found.stored
+                counts[done] += found.leased
+                counts["refused"] += map(str, found.refused)
         return {"tiers": tiers, "without": [name for name in config.parts if name not in tiers]}
 
     def _tiers(self) -> tuple[str, list[str]]:
@@ -336,6 +324,57 @@ class Prompt:
                 fix="put a faster tier before it, for instance Dram|Posix",
             )
         return first, lower
+
+
+def check_pins(
+    config: StoreConfig, blocks: Mapping[str, Iterable[BlockKey]], until: float, *, clock: Clock = SYSTEM
+) -> None:
+    """Refuse pins if an evictor would only retain some of a salt's blocks, once these are pinned.
+
+    Args:
+        config: The store's options.
+        blocks: The blocks to pin, all of one salt, by namespace.
+        until: When these pins end, in seconds since the epoch.
+        clock: Tells which pins have ended.
+
+    Raises:
+        UcmError: It would.
+    """
+    rules, shares, now = LeaseRules.of(config), Shares.of(config), int(clock.time() * 1e9)
+    for directory in config.directories:
+        with suppress(OSError):  # who leases blocks in this directory is told what is wrong with it
+            new = []
+            for path in (Layout(directory, name).block(key) for name, keys in blocks.items() for key in keys):
+                with suppress(FileNotFoundError):
+                    status = status_of(path)
+                    if not rules.is_pinned(status.st_mtime_ns, now):
+                        new.append(StoredFile(path, status.st_size, int(until * 1e9)))
+            root, share = os.path.realpath(directory), config.posix_capacity_bytes
+            state = Usage(root).read()
+            limit = smaller(None if share is None else share / len(config.directories), state.limit if state else None)
+            if limit is None or not new:
+                continue
+            there = scan(root, clock=clock).files
+            pinned = [one for one in there if not one.damaged and rules.is_pinned(one.used_ns, now)]
+            account, salt = shares.account(new[0].tag), tag_name(new[0].tag)
+            lost = [one for whose, one in lost_pins([*new, *pinned], limit * PINNED_SHARE, shares) if whose == account]
+            if not lost:
+                continue
+            held = sum(file.held for file in pinned if shares.account(file.tag) == account)
+            added = sum(file.held for file in new)
+            most = held + added - sum(file.held for file in lost)
+            raise UcmError(
+                f"{salt if account == salt else f'{salt}, with all salts without a weight,'} may pin "
+                f"{format_size(most)} beside what others have pinned; it has {format_size(held)} pinned, "
+                f"and this adds {format_size(added)}",
+                where=root,
+                fix="pin less, end other pins of this salt with `ucm store unpin`, or raise store: posix_capacity",
+            )
+
+
+def _opened(stack: ExitStack, config: StoreConfig, names: Sequence[str], namespace: str, *how: Any) -> list[Tier]:
+    """Open tiers until the stack is closed."""
+    return [stack.enter_context(closing(open_tier(config, name, namespace, *how))) for name in names]
 
 
 def _absent(tier: Tier, keys: Sequence[BlockKey]) -> list[BlockKey]:

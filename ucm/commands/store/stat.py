@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import answer, many, table
@@ -34,8 +35,7 @@ def run(options: argparse.Namespace) -> int:
     stocks: dict[Directory, list[NamespaceStock]] = {directory: [] for directory in places.directories}
     with progress("counting", None, "blocks") as bar:
         for directory, layout in places.chosen():
-            stock = take_stock(layout, places.config, bar.update, in_memory=directory.in_memory)
-            stocks[directory].append(stock)
+            stocks[directory].append(take_stock(layout, places.config, bar.update))
     bare = places.bare()
     directories = [_directory(one, held, bare=one in bare) for one, held in stocks.items()]
     servers = _ask_servers(places, every=options.tier is None)
@@ -104,8 +104,8 @@ def _directory(directory: Directory, stocks: Sequence[NamespaceStock], *, bare: 
         "tier": directory.tier,
         "problem": directory.problem or None,
         "blocks": sum(stock.blocks for stock in stocks),
-        "bytes": sum(stock.nbytes for stock in stocks),
-        "side_bytes": sum(stock.side_nbytes for stock in stocks),
+        "bytes": sum(stock.bytes for stock in stocks),
+        "side_bytes": sum(stock.side_bytes for stock in stocks),
         "free_bytes": system.f_bavail * system.f_frsize if system else 0,
         "total_bytes": system.f_blocks * system.f_frsize if system else 0,
         "bare": bare,
@@ -116,19 +116,9 @@ def _directory(directory: Directory, stocks: Sequence[NamespaceStock], *, bare: 
         ],
         "namespaces": [
             {
-                "namespace": one.namespace,
-                "identity": one.identity,
-                "blocks": one.blocks,
-                "bytes": one.nbytes,
-                "uncompressed_bytes": one.plain_nbytes,
-                "leased_bytes": one.leased_nbytes,
-                "pinned_bytes": one.pinned_nbytes,
-                "oldest_use": iso(one.oldest),
-                "newest_use": iso(one.newest),
-                "temporaries": one.temporaries,
-                "left_behind": one.left_behind,
-                "quarantined": one.quarantined,
-                "side_bytes": one.side_nbytes,
+                **{name: value for name, value in asdict(one).items() if name != "by_salt"},
+                "oldest_use": iso(one.oldest_use),
+                "newest_use": iso(one.newest_use),
             }
             for one in stocks
         ],
@@ -156,8 +146,8 @@ def _text(stocks_of: tuple[Directory, Sequence[NamespaceStock]], data: dict[str,
     lines = [f"{directory.path} ({directory.tier}): {held}; {free}"]
     if stocks:
         lines += [f"  {line}" for line in _namespace_table(stocks)]
-        leased = sum(one.leased_nbytes for one in stocks)
-        pinned = format_size(sum(one.pinned_nbytes for one in stocks))
+        leased = sum(one.leased_bytes for one in stocks)
+        pinned = format_size(sum(one.pinned_bytes for one in stocks))
         lines += [f"  {format_size(leased)} in blocks with a lease, {pinned} of them pinned"] if leased else []
         lines += [f"  {line}" for line in _salt_table([tuple(one.values()) for one in data["salts"]])]
     elif data["bare"]:
@@ -175,8 +165,8 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
                 stock.namespace,
                 f"{stock.blocks:,}",
                 _sizes(stock),
-                ago(stock.newest),
-                ago(stock.oldest),
+                ago(stock.newest_use),
+                ago(stock.oldest_use),
                 *(f"{number:,}" for number in counts),
             )
         )
@@ -204,8 +194,8 @@ def _salt_table(salts: Sequence[tuple[Any, ...]]) -> list[str]:
 
 def _sizes(stock: NamespaceStock) -> str:
     """Format what blocks take, and how many times as much they would take if they were not compressed."""
-    plain, nbytes = stock.plain_nbytes or 0, format_size(stock.nbytes)
-    return f"{nbytes}, {plain / stock.nbytes:.2f} times compressed" if plain > stock.nbytes else nbytes
+    plain, nbytes = stock.uncompressed_bytes or 0, format_size(stock.bytes)
+    return f"{nbytes}, {plain / stock.bytes:.2f} times compressed" if plain > stock.bytes else nbytes
 
 
 def _summary(identity: dict[str, Any]) -> str:

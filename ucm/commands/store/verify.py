@@ -24,7 +24,7 @@ from ucm.store.base import (
     StoreUnavailableError,
 )
 from ucm.store.factory import authenticator_of
-from ucm.store.inspection import check_block, quarantine_block, stored_blocks
+from ucm.store.inspection import check_block, quarantine_block
 
 if TYPE_CHECKING:
     import argparse
@@ -144,12 +144,9 @@ def _read(
 
 
 def _items(places: Places, servers: Mapping[str, RemoteTier], authenticator: Authenticator | None) -> Iterator[Item]:
-    """List the blocks, which are as many as the medium has at that moment."""
-    keep = places.config.quarantine_keep
-    for directory, layout in places.chosen():
-        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
-            quarantine = partial(quarantine_block, block, keep=keep)
-            yield Item(about(directory, block), block.nbytes, partial(check_block, block, authenticator), quarantine)
+    for directory, block in places.blocks():
+        quarantine = partial(quarantine_block, block, keep=places.config.quarantine_keep)
+        yield Item(about(directory, block), block.nbytes, partial(check_block, block, authenticator), quarantine)
     meant, known = places.digests(), places.names()
     for name, tier in servers.items():
         for value in tier.stored():

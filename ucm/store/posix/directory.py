@@ -35,9 +35,7 @@ from ucm.store.posix.paths import (
     publish,
     shared_group,
 )
-from ucm.store.posix.space import USAGE_FILE, Evictor, Usage
-from ucm.store.shares import Shares
-from ucm.store.tier import LeaseRules
+from ucm.store.posix.space import USAGE_FILE, Evictor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: How long a write waits for the evictor at most, and how often it checks, in seconds.
-_PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How often missing directories are made for one file.
 _TRIES = 2
 #: The file systems on which a renamed file is touched: until its writer has sent another request for it, the server
@@ -82,7 +78,6 @@ class Directory:
         root: The path of the directory.
         namespace: The namespace.
         config: The store's options.
-        share: The most bytes that it may hold; None: no limit.
         evicted: Called with the path of each block deleted to make room.
         clock: The store's clock.
 
@@ -95,21 +90,12 @@ class Directory:
         root: str,
         namespace: str,
         config: StoreConfig,
-        share: float | None,
         evicted: Callable[[str], None],
         *,
         clock: Clock = SYSTEM,
     ) -> None:
         self.clock = clock
         self.layout = Layout(root, namespace)
-        self.share = share
-        self.usage = Usage(self.layout.root)
-        self.leases, self.touch_seconds = LeaseRules.of(config), config.touch_seconds
-        self.shares = Shares.of(config)
-        self.held_of: dict[str, int] = {}  #: the bytes of each account with a weight at the last scan, likewise
-        self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
-        #: The bytes held, for all namespaces and all writers, as last read; None if unknown.
-        self.used_bytes: int | None = None
         self._fsync = config.fsync
         self._claims_space = True
         stuck, failures, rest = config.stuck_seconds, config.failures_until_rest, config.rest_seconds
@@ -119,12 +105,10 @@ class Directory:
         check_root(root, config.trusted_group)
         _check_namespace(self.layout)
         self.layout.keep_identity()
-        self._taking = clock.lock()  # held while the tally is read
-        self._is_patient = True
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
         self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
-        self.evictor = Evictor(self, config.stale_seconds, evicted, clock=clock)
+        self.evictor = Evictor(self.layout, config, evicted, clock=clock)
 
     def holds(self, key: BlockKey) -> bool:
         """Return whether a block exists, judged by its name."""
@@ -223,7 +207,7 @@ class Directory:
         """Write a new file."""
         descriptor = self._new_file(path)
         try:
-            self.reserve(descriptor, nbytes)
+            self.evictor.reserve(descriptor, nbytes)
             if self._claims_space and nbytes >= CLAIM_FROM:
                 self._claims_space = claim_space(descriptor, nbytes)
             write_from(descriptor, pieces, 0, nbytes)
@@ -231,41 +215,6 @@ class Directory:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)  # where a network file system may report that it could not write
-
-    def reserve(self, descriptor: int, nbytes: int) -> None:
-        """Give an empty file its size and account for it; what is not written then counts until the next scan.
-
-        If there is no room, ask the evictor for it and wait briefly; after a failure do not wait again until there is
-        room, or writes would queue up.
-
-        The file has its size before it counts: a scan that begins later finds it, and one that began earlier adds what
-        was accounted for since. So none misses it, and the directory never holds more than it may.
-
-        Raises:
-            StoreFullError: The directory would exceed its share: the evictor is behind.
-            OSError: The directory is missing or cannot be written.
-        """
-        deadline: float | None = None
-        while True:
-            os.ftruncate(descriptor, nbytes)
-            with self._taking:
-                state = self.usage.add(nbytes, self.share)
-            if state is not None:
-                self.used_bytes, self._is_patient = state.nbytes, True
-                return
-            os.ftruncate(descriptor, 0)
-            now = self.clock.monotonic()
-            if deadline is None:
-                self.evictor.behind()
-                deadline = now + (_PATIENCE_SECONDS if self._is_patient else 0.0)
-            if now >= deadline:
-                self._is_patient = False
-                raise StoreFullError(
-                    f"the {self.share:.0f} bytes that the directory may hold are in use",
-                    where=self.layout.root,
-                    fix="none is needed if this is seldom: the evictor is behind; else raise the capacity",
-                )
-            self.clock.sleep(_RETRY_SECONDS)
 
     def publish(self, private: str, path: str) -> None:
         """Rename a temporary file to its block's name.

@@ -17,7 +17,6 @@ import os
 import stat
 import time
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING
 
 from ucm.store.base import (
@@ -43,19 +42,17 @@ from ucm.store.posix.paths import (
     remove_directory,
     rename,
     status_of,
+    system_call,
     unlink,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import TypeVar
+    from collections.abc import Sequence
 
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.format import BlockHeader, HeaderCodec
     from ucm.store.posix.layout import Layout
-
-    T = TypeVar("T")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -208,7 +205,7 @@ def claim_space(descriptor: int, nbytes: int) -> bool:
     Raises:
         OSError: There is no room.
     """
-    fallocate = _fallocate()
+    fallocate = system_call("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if fallocate is None:
         return False
     if fallocate(descriptor, 0, 0, nbytes) == 0:
@@ -219,16 +216,6 @@ def claim_space(descriptor: int, nbytes: int) -> bool:
     if number == errno.EINTR:
         return True
     raise OSError(number, os.strerror(number))
-
-
-@cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if function is None:
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    found: Callable[[int, int, int, int], int] = function
-    return found
 
 
 def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> bool:

@@ -17,7 +17,7 @@ import struct
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
 
@@ -34,6 +34,7 @@ _OPENAT2 = 437  # the same on every architecture that Python and vLLM run on
 _AT_FDCWD = -100
 _RESOLVE_NO_SYMLINKS = 0x04
 _RENAME_NOREPLACE = 1
+_RENAMEAT2 = ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
 _HOW = struct.Struct("=QQQ")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: A parent directory need not be readable to access an entry by name.
@@ -63,7 +64,7 @@ def rename_new(source: str, target: str, folder: int, new_folder: int) -> None:
         FileExistsError: There is one.
         OSError: The file cannot be renamed.
     """
-    renameat2 = _renameat2()
+    renameat2 = system_call("renameat2", *_RENAMEAT2)
     if renameat2 is not None:
         if renameat2(folder, os.fsencode(source), new_folder, os.fsencode(target), _RENAME_NOREPLACE) == 0:
             return
@@ -76,13 +77,17 @@ def rename_new(source: str, target: str, folder: int, new_folder: int) -> None:
 
 
 @cache
-def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    found: Callable[[int, bytes, int, bytes, int], int] = function
-    return found
+def system_call(name: str, /, *types: Any) -> Any:
+    """Return a function of the C library that leaves its error in ``ctypes.get_errno``; None if there is no such one.
+
+    Args:
+        name: Its name.
+        types: The types of its arguments.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.argtypes = types
+    return function
 
 
 def open_file(path: str, flags: int, mode: int = 0, group: int | None = None) -> tuple[int, os.stat_result]:

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
 from ucm.logger import get_logger
-from ucm.salts import tag_name
-from ucm.store.posix.layout import Layout
+from ucm.store.base import StoreFullError
 from ucm.store.posix.paths import (
     FILE_MODE,
     NO_LOCKS,
@@ -41,17 +40,16 @@ from ucm.store.posix.paths import (
     status_of,
     touch,
 )
-from ucm.store.posix.scan import Scan, StoredFile, clean_up, evict, lost_pins, scan
+from ucm.store.posix.scan import Scan, clean_up, evict, scan
 from ucm.store.shares import OTHERS, Shares
 from ucm.store.tier import LeaseRules, used_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ucm.clock import Clock, Thread
-    from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
-    from ucm.store.posix.directory import Directory
+    from ucm.store.posix.layout import Layout
 
 
 USAGE_FILE = "USED"
@@ -277,35 +275,37 @@ _NICEST = 10
 _MOST_TOUCHES = 1 << 19
 
 
+#: How long a write waits for the evictor at most, and how often it checks, in seconds.
+_PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How many seconds ``close`` waits for all evictors together.
 CLOSE_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class _Seen:
-    """The length of the tally at a given time."""
-
-    tally: int
-    moment: float
-
-
 class Evictor:
-    """Evicts blocks of one directory in its own thread, so that a stuck directory does not stop eviction in others.
+    """Accounts for what one directory holds, and evicts its blocks in a thread of its own.
+
+    So a stuck directory does not stop eviction in others.
 
     Args:
-        directory: The directory.
-        stale_seconds: See ``StoreConfig``.
+        layout: The namespace of this process in the directory.
+        config: The store's options.
         evicted: Called with the path of each block deleted to make room.
         clock: The store's clock.
     """
 
     def __init__(
-        self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None], *, clock: Clock = SYSTEM
+        self, layout: Layout, config: StoreConfig, evicted: Callable[[str], None], *, clock: Clock = SYSTEM
     ) -> None:
-        self._directory = directory
-        self._clock = clock
-        self._usage, self._leases = directory.usage, directory.leases
-        self._stale_seconds = stale_seconds
+        self._layout, self._config, self._clock = layout, config, clock
+        self._usage, self._shares, self.leases = Usage(layout.root), Shares.of(config), LeaseRules.of(config)
+        most = config.posix_capacity_bytes
+        self.share = None if most is None else most / len(config.directories)
+        self.held_of: dict[str, int] = {}  #: the bytes of each account with a weight at the last scan, likewise
+        self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
+        #: The bytes held, for all namespaces and all writers, as last read; None if unknown.
+        self.used_bytes: int | None = None
+        self._taking = clock.lock()  # held while the tally is read
+        self._is_patient = True
         self._evicted = evicted
         self._lock = clock.lock()
         self._wake, self._stop = clock.event(), clock.event()
@@ -314,8 +314,9 @@ class Evictor:
         self._busy_since: float | None = None  # None between two looks
         self._touches: deque[tuple[str, int, Callable[[], None]]] = deque()
         self._elected = False
-        self._seen: _Seen | None = None
-        self._scanned = _Seen(0, 0.0)
+        #: The length of the tally and the moment, of the last look and of the last scan.
+        self._seen: tuple[int, float] | None = None
+        self._scanned = 0, 0.0
         self._next_mend: float | None = None
         self._next_cleanup = 0.0
         self._found = Scan()  # its remaining files can be deleted, oldest first
@@ -348,20 +349,49 @@ class Evictor:
 
     def wrote(self) -> None:
         """Note that a block became visible."""
-        directory = self._directory
-        if directory.share is not None and (directory.used_bytes or 0) > directory.share * _EVICT_FROM:
+        if self.share is not None and (self.used_bytes or 0) > self.share * _EVICT_FROM:
             self._wake.set()
 
-    def behind(self) -> None:
-        """Note that a block was not written because the capacity was reached."""
-        self._wake.set()
+    def reserve(self, descriptor: int, nbytes: int) -> None:
+        """Give an empty file its size and account for it; what is not written then counts until the next scan.
+
+        If there is no room, wake the evictor and wait briefly; after a failure do not wait again until there is
+        room, or writes would queue up.
+
+        The file has its size before it counts: a scan that begins later finds it, and one that began earlier adds what
+        was accounted for since. So none misses it, and the directory never holds more than it may.
+
+        Raises:
+            StoreFullError: The directory would exceed its share: the evictor is behind.
+            OSError: The directory is missing or cannot be written.
+        """
+        deadline: float | None = None
+        while True:
+            os.ftruncate(descriptor, nbytes)
+            with self._taking:
+                state = self._usage.add(nbytes, self.share)
+            if state is not None:
+                self.used_bytes, self._is_patient = state.nbytes, True
+                return
+            os.ftruncate(descriptor, 0)
+            now = self._clock.monotonic()
+            if deadline is None:
+                self._wake.set()
+                deadline = now + (_PATIENCE_SECONDS if self._is_patient else 0.0)
+            if now >= deadline:
+                self._is_patient = False
+                raise StoreFullError(
+                    f"the {self.share:.0f} bytes that the directory may hold are in use",
+                    where=self._layout.root,
+                    fix="none is needed if this is seldom: the evictor is behind; else raise the capacity",
+                )
+            self._clock.sleep(_RETRY_SECONDS)
 
     def full(self) -> None:
         """Note that the medium is full although the capacity is not reached."""
-        directory = self._directory
-        if directory.share is not None and directory.used_bytes is not None:
+        if self.share is not None and self.used_bytes is not None:
             with suppress(OSError):
-                directory.usage.ask(directory.used_bytes)
+                self._usage.ask(self.used_bytes)
             self._wake.set()
 
     def stop(self) -> None:
@@ -410,7 +440,7 @@ class Evictor:
             return _ELECTION_SECONDS
 
     def _renew(self) -> None:
-        now, rules = int(self._clock.time() * 1e9), self._directory.leases
+        now, rules = int(self._clock.time() * 1e9), self.leases
         for _ in range(len(self._touches)):
             path, used_ns, failed = one = self._touches.popleft()
             try:
@@ -431,7 +461,7 @@ class Evictor:
         if now >= self._next_mend:
             self._next_mend = now + _IDLE_SECONDS
             # Without its marker, a namespace is neither cleaned up nor scanned.
-            self._directory.layout.mend()
+            self._layout.mend()
         if not self._usage.elect():
             self._elected = False
             return _LOOK_SECONDS[1] if self._read() is None else _ELECTION_SECONDS
@@ -444,13 +474,13 @@ class Evictor:
             return _LOOK_SECONDS[1]
         if self._seen is None:
             due = now if self._limit(state) is not None and not state.is_scanned else now + _FIRST_SECONDS
-            self._scanned = _Seen(-1, due - _SCAN_SECONDS)
-            self._seen = _Seen(state.tally, now)
+            self._scanned = -1, due - _SCAN_SECONDS
+            self._seen = state.tally, now
         if now >= self._next_cleanup:
-            clean_up(self._directory.layout.root, self._stale_seconds, clock=self._clock)
+            clean_up(self._layout.root, self._config.stale_seconds, clock=self._clock)
             self._next_cleanup = now + _IDLE_SECONDS
         limit = self._crowded(state)
-        if now >= self._scanned.moment + self._between_scans(state):
+        if now >= self._scanned[1] + self._between_scans(state):
             state = self._scan(state)
         elif limit is not None and self._found.files:
             state, _ = self._make_room(state, self._found, limit)
@@ -460,15 +490,15 @@ class Evictor:
         """Return how many seconds after the last scan the next one is due."""
         if self._crowded(state) is not None and not self._found.files:
             return _VAIN_SECONDS if self._in_vain else 0.0
-        return _IDLE_SECONDS if state.tally == self._scanned.tally else _SCAN_SECONDS
+        return _IDLE_SECONDS if state.tally == self._scanned[0] else _SCAN_SECONDS
 
     def _read(self) -> State | None:
         state = self._usage.read()
-        self._directory.used_bytes = None if state is None else state.nbytes
+        self.used_bytes = None if state is None else state.nbytes
         return state
 
     def _limit(self, state: State) -> float | None:
-        return _smaller(self._directory.share, state.limit)
+        return smaller(self.share, state.limit)
 
     def _crowded(self, state: State) -> float | None:
         """Return the limit if it is nearly reached."""
@@ -477,20 +507,19 @@ class Evictor:
 
     def _scan(self, before: State) -> State:
         """Scan the root and delete excess blocks."""
-        directory = self._directory
-        span_ends = used_until(self._clock.time(), directory.touch_seconds, 0)
+        span_ends = used_until(self._clock.time(), self._config.touch_seconds, 0)
         self._usage.empty()
         before = self._read() or before
-        found = scan(directory.layout.root, clock=self._clock)
+        found = scan(self._layout.root, clock=self._clock)
         limit = self._limit(before)
         self._in_vain = False
-        self._usage.reset(found.nbytes, before, directory.share)
+        self._usage.reset(found.nbytes, before, self.share)
         now = int(self._clock.time() * 1e9)
-        leased = (file for file in found.files if self._leases.rank(file.used_ns, now) > span_ends)
-        directory.leased_bytes = int(sum(file.held for file in leased))
-        shares = directory.shares
+        leased = (file for file in found.files if self.leases.rank(file.used_ns, now) > span_ends)
+        self.leased_bytes = int(sum(file.held for file in leased))
+        shares = self._shares
         if shares.weights:
-            directory.held_of = dict.fromkeys((*shares.weights, OTHERS), 0) | found.by_account(shares)
+            self.held_of = dict.fromkeys((*shares.weights, OTHERS), 0) | found.by_account(shares)
         state = self._read() or before
         if limit is not None and state.nbytes > limit * _EVICT_FROM:
             state, self._in_vain = self._make_room(state, found, limit)
@@ -500,12 +529,12 @@ class Evictor:
         self._found = Scan()
         if found.exact and limit is not None and self._usage.is_exclusive and not shares.seconds:
             self._found.files = [file for file in found.files if file.used_ns <= span_ends]
-        self._scanned = self._seen = _Seen(state.tally, self._clock.monotonic())
+        self._scanned = self._seen = state.tally, self._clock.monotonic()
         return state
 
     def _make_room(self, state: State, found: Scan, limit: float) -> tuple[State, bool]:
         """Delete the least recently used blocks; return the new state, and whether there were too few."""
-        root = self._directory.layout.root
+        root = self._layout.root
         excess = state.nbytes - limit * _EVICT_TO
         most_pinned = limit * PINNED_SHARE
         count, freed = evict(
@@ -513,9 +542,9 @@ class Evictor:
             found,
             excess,
             self._evicted,
-            self._leases,
+            self.leases,
             most_pinned,
-            shares=self._directory.shares,
+            shares=self._shares,
             clock=self._clock,
         )
         self._usage.subtract(freed)
@@ -524,11 +553,11 @@ class Evictor:
 
     def _pause(self, state: State, now: float) -> float:
         """Return the time in which about half of the remaining room may be used."""
-        seen, self._seen = self._seen, _Seen(state.tally, now)
+        seen, self._seen = self._seen, (state.tally, now)
         limit = self._limit(state)
         if limit is None or seen is None:
             return _LOOK_SECONDS[1]
-        written = (state.tally - seen.tally) / max(now - seen.moment, 1e-3)
+        written = (state.tally - seen[0]) / max(now - seen[1], 1e-3)
         room = max(0.0, limit * _EVICT_FROM - state.nbytes) / 4096
         return min(max(0.5 * room / max(written, 1e-9), _LOOK_SECONDS[0]), _LOOK_SECONDS[1])
 
@@ -542,70 +571,6 @@ def close_evictors(evictors: Sequence[Evictor], *, clock: Clock = SYSTEM) -> Non
         evictor.join(until)
 
 
-def _smaller(*limits: float | None) -> float | None:
+def smaller(*limits: float | None) -> float | None:
+    """Return the smallest limit; None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class PinsBeyond:
-    """Pins that a salt may not set; all sizes are in bytes.
-
-    Attributes:
-        root: The directory.
-        salt: The name of the salt's tag.
-        account: Whose room it is; see ``ucm.store.shares``.
-        most: What the account may pin, as others have pinned the rest.
-        held: What it has pinned.
-        added: What would be pinned in addition.
-    """
-
-    root: str
-    salt: str
-    account: str
-    most: float
-    held: float
-    added: float
-
-
-def pins_beyond(
-    config: StoreConfig, blocks: Mapping[str, Sequence[BlockKey]], until: float, *, clock: Clock = SYSTEM
-) -> PinsBeyond | None:
-    """Return whether an evictor would only retain some of a salt's blocks, once these are pinned; None if not.
-
-    Args:
-        config: The store's options.
-        blocks: The blocks to pin, all of one salt, by namespace.
-        until: When these pins end, in seconds since the epoch.
-        clock: Tells which pins have ended.
-    """
-    for directory in config.directories:
-        paths = [Layout(directory, name).block(key) for name, keys in blocks.items() for key in keys]
-        with suppress(OSError):  # who leases blocks in this directory is told what is wrong with it
-            if (beyond := _pins_beyond_in(os.path.realpath(directory), paths, until, config, clock)) is not None:
-                return beyond
-    return None
-
-
-def _pins_beyond_in(
-    root: str, paths: Sequence[str], until: float, config: StoreConfig, clock: Clock
-) -> PinsBeyond | None:
-    rules, shares, now = LeaseRules.of(config), Shares.of(config), int(clock.time() * 1e9)
-    new = []
-    for path in paths:
-        with suppress(FileNotFoundError):
-            status = status_of(path)
-            if not rules.is_pinned(status.st_mtime_ns, now):
-                new.append(StoredFile(path, status.st_size, int(until * 1e9)))
-    share, state = config.posix_capacity_bytes, Usage(root).read()
-    limit = _smaller(None if share is None else share / len(config.directories), state.limit if state else None)
-    if limit is None or not new:
-        return None
-    pinned = [one for one in scan(root, clock=clock).files if not one.damaged and rules.is_pinned(one.used_ns, now)]
-    account = shares.account(new[0].tag)
-    lost = [one for whose, one in lost_pins([*new, *pinned], limit * PINNED_SHARE, shares) if whose == account]
-    if not lost:
-        return None
-    held = sum(file.held for file in pinned if shares.account(file.tag) == account)
-    added = sum(file.held for file in new)
-    most = held + added - sum(file.held for file in lost)
-    return PinsBeyond(root, tag_name(new[0].tag), account, most, held, added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn
@@ -20,10 +21,7 @@ from ucm.store.health import RefusableJob
 from ucm.store.posix.directory import Directory
 from ucm.store.posix.files import quarantine
 from ucm.store.posix.layout import check_namespace, key_of
-from ucm.store.posix.paths import (
-    touch,
-    unlink,
-)
+from ucm.store.posix.paths import touch, unlink
 from ucm.store.posix.space import close_evictors
 from ucm.store.tier import (
     CompressingOptions,
@@ -37,12 +35,10 @@ from ucm.store.tier import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import TypeVar
 
+    from ucm.clock import Event
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.tier import Outcome, TierOptions, TierPlace
-
-    T = TypeVar("T")
 
 #: How often a tool tries to lease a file that another process holds, for microseconds, and the seconds in between.
 TOUCH_TRIES, TOUCH_SECONDS = 20, 0.005
@@ -86,12 +82,13 @@ class PosixTier(Tier):
                 fix="name directories that exist and are this user's own",
             )
         check_namespace(place.namespace)
-        share = None if config.posix_capacity_bytes is None else config.posix_capacity_bytes / len(roots)
         self._directories = [
-            Directory(root, place.namespace, config, share, self._note_eviction, clock=place.clock) for root in roots
+            Directory(root, place.namespace, config, self._note_eviction, clock=place.clock) for root in roots
         ]
+        self._evictors = [directory.evictor for directory in self._directories]
         self._slots = _slots(tuple(roots))
-        self._codec, self._authenticator, self._config = place.codec, place.authenticator, config
+        self._codec, self._geometry, self._authenticator = place.codec, place.geometry, place.authenticator
+        self._config = config
         self._compresses = options.compression != "none"
         self._evicts = False
         self._renewed: set[BlockKey] = set()  # the blocks that this tier has renewed in the current span
@@ -108,21 +105,33 @@ class PosixTier(Tier):
         return resting.count(True) / len(resting)
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Test one directory entry per key, on the lookup threads of each directory."""
-        by_lane: dict[int, list[int]] = {}
+        """Test one directory entry per key, on threads of each directory, which the system may block for ever."""
+        by_lane: defaultdict[int, list[int]] = defaultdict(list)
         for place, key in enumerate(keys):
-            by_lane.setdefault(self.lane(key), []).append(place)
-        asked = [
-            (places, _Question(self._directories[lane], [keys[place] for place in places]))
-            for lane, places in by_lane.items()
-        ]
-        found = [False] * len(keys)
-        for places, question in asked:
-            for place, there in zip(places, question.answers(deadline), strict=False):
-                found[place] = there
-            if question.error is not None:
-                self.counters.failed("lookup", question.error)
-        return found
+            by_lane[self.lane(key)].append(place)
+        found: list[bool | None] = [None] * len(keys)
+
+        def look(directory: Directory, places: Sequence[int], ended: Event) -> None:
+            try:
+                for place in places:
+                    found[place] = directory.holds(keys[place])
+                    if self.clock.monotonic() >= deadline:
+                        break
+            finally:
+                ended.set()
+
+        asked = []
+        for lane, places in by_lane.items():
+            directory, ended = self._directories[lane], self.clock.event()
+            if not directory.reads.rests:
+                directory.lookups.submit([RefusableJob(partial(look, directory, places, ended), ended.set)])
+                asked.append((directory, places, ended))
+        for directory, places, ended in asked:
+            if not ended.wait(max(0.0, deadline - self.clock.monotonic())) and found[places[0]] is None:
+                error = StoreTimeoutError("it does not answer", where=directory.layout.root)
+                directory.reads.failed(error)
+                self.counters.failed("lookup", error)
+        return [bool(there) for there in found]
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Read one file after the other."""
@@ -186,7 +195,7 @@ class PosixTier(Tier):
         now = self.clock.time()
         leased, stored, refused = 0, 0, list[OSError]()
         for directory in self._directories:
-            rules = directory.leases
+            rules = directory.evictor.leases
             for key, depth in depths.items():
                 if until:
                     stamp = pinned_until(kept_until(until, depth)) if pinned else kept_until(until, depth)
@@ -232,8 +241,7 @@ class PosixTier(Tier):
         del deadline
         directory = self._directory(key)
         try:
-            geometry = self._codec.geometry if self._codec is not None else None
-            return directory.read_file(key, geometry, self._authenticator)
+            return directory.read_file(key, self._geometry, self._authenticator)
         except StoreError as error:
             self._fail(directory, key, error)
 
@@ -255,10 +263,10 @@ class PosixTier(Tier):
 
     def stats(self) -> TierStats:
         """Return the counters and the bytes used."""
-        used = [directory.used_bytes for directory in self._directories]
-        found = self.counters.snapshot(_sum_of_known(used), self._config.posix_capacity_bytes)
-        found.leased_bytes = _sum_of_known([directory.leased_bytes for directory in self._directories])
-        held = [directory.held_of for directory in self._directories]
+        used = _sum_of_known([one.used_bytes for one in self._evictors])
+        found = self.counters.snapshot(used, self._config.posix_capacity_bytes)
+        found.leased_bytes = _sum_of_known([one.leased_bytes for one in self._evictors])
+        held = [one.held_of for one in self._evictors]
         found.bytes_of = {account: sum(one.get(account, 0) for one in held) for account in set().union(*held)}
         return found
 
@@ -266,7 +274,7 @@ class PosixTier(Tier):
         """End the threads; threads that are stuck in a directory are abandoned."""
         for directory in self._directories:
             directory.lookups.close()
-        close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
+        close_evictors(self._evictors, clock=self.clock)
 
     @property
     def _is_private(self) -> bool:
@@ -283,8 +291,8 @@ class PosixTier(Tier):
         """Start those of all directories: also one that this process never uses may hold what dead ones left."""
         if not self._evicts:
             self._evicts = True
-            for directory in self._directories:
-                directory.evictor.start()
+            for one in self._evictors:
+                one.start()
 
     def _directory(self, key: BlockKey) -> Directory:
         return self._directories[self.lane(key)]
@@ -308,44 +316,6 @@ class PosixTier(Tier):
             elif isinstance(error.__cause__, OSError):
                 raise directory.read_failed(error.__cause__, error.where)
         raise error
-
-
-class _Question:
-    """A lookup in one directory, run by one of the directory's threads, which the system may block for ever.
-
-    Args:
-        directory: The directory; it is not read while it rests.
-        keys: The keys to look up.
-    """
-
-    def __init__(self, directory: Directory, keys: Sequence[BlockKey]) -> None:
-        self._directory, self._keys = directory, keys
-        self._found: list[bool] = []
-        self._ended = directory.clock.event()
-        self._given_up = False
-        self.error: StoreTimeoutError | None = None
-        if directory.reads.rests:
-            self._ended.set()
-        else:
-            directory.lookups.submit([RefusableJob(self._run, self._ended.set)])
-
-    def answers(self, deadline: float) -> list[bool]:
-        """Return the results until the deadline, in the order of the keys; remaining keys count as missing."""
-        if not self._ended.wait(max(0.0, deadline - self._directory.clock.monotonic())):
-            self._given_up = True
-            if not self._found:
-                self.error = StoreTimeoutError("it does not answer", where=self._directory.layout.root)
-                self._directory.reads.failed(self.error)
-        return list(self._found)
-
-    def _run(self) -> None:
-        try:
-            for key in self._keys:
-                self._found.append(self._directory.holds(key))
-                if self._given_up:
-                    break
-        finally:
-            self._ended.set()
 
 
 def _sum_of_known(figures: Sequence[int | None]) -> int | None:
