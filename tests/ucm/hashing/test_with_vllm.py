@@ -104,7 +104,7 @@ def test_objects_have_what_their_types_declare(path: str) -> None:
         vllm_types.KVCacheConfig: {field.name for field in dataclasses.fields(KVCacheConfig)},
     }
     for protocol, there in real.items():
-        declared = {name for name in vars(protocol) if not name.startswith("_")}
+        declared = {name for name in (*vars(protocol), *protocol.__annotations__) if not name.startswith("_")}
         assert declared
         assert declared <= there, protocol
 
