@@ -100,7 +100,9 @@ class Translation:
             for name, one in value.items():
                 self.apply(rule, place.inside(str(name)), str(name), one)
         else:
-            self.problems.append(wrong(place, "not a mapping", f"write {{{next(iter(rule))}: …}}", value))
+            self.problems.append(
+                wrong(place, "not a mapping", f"write {{{next(filter(str.isidentifier, rule))}: …}}", value)
+            )
 
 
 def translate(document: Document, own: Iterable[str]) -> Translation:
@@ -197,9 +199,18 @@ def _connector(out: Translation, place: Place, value: Any) -> None:
     name, config, within = value.get(NAME, NO_VALUE), value.get(CONFIG, {}), place.inside(CONFIG)
     out.origins["store",] = (within, NO_VALUE)
     before = len(out.problems)
-    if name != PIPELINE_NAME:
+    if not isinstance(config, dict):
+        out.problems.append(
+            wrong(
+                within,
+                "not a mapping",
+                f"write {{{'storage_backends' if name != PIPELINE_NAME else PIPELINE}: …}}",
+                config,
+            )
+        )
+    elif name != PIPELINE_NAME:
         out.apply({NAME: _to("store.pipeline", _named)}, place.inside(NAME), NAME, name)
-    elif isinstance(config, dict):
+    else:
         config = {PIPELINE: "Cache|Posix", **config}
         out.apply({PIPELINE: _to("store.pipeline", _pipeline)}, within.inside(PIPELINE), PIPELINE, config.pop(PIPELINE))
     if len(out.problems) == before:  # the keys of a store that is not ours are none of ours

@@ -110,7 +110,7 @@ class Guard:
         found: list[bool] = []
         if keys and self.allows():
             try:
-                found = self._timed("lookup", lambda: self.tier.contains(keys, self._deadline(self.tier.timeout)))
+                found = self._timed("lookup", lambda: list(self.tier.contains(keys, self._deadline(self.tier.timeout))))
             except StoreError as error:
                 self.counters.failed("lookup", error)
         self.counters.looked_up(len(keys), [key for key, there in zip(keys, found, strict=False) if there])

@@ -171,6 +171,11 @@ NFS = {"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": {"storage_ba
             "not a mapping",
         ),
         (
+            {"ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": None}]},
+            "ucm_connectors[0].ucm_connector_config = None",
+            "not a mapping",
+        ),
+        (
             {"ucm_connectors": [{"ucm_connector_config": {"storage_backends": PLACE}}]},
             "ucm_connectors[0].ucm_connector_name",
             "a store without a name",
@@ -238,6 +243,7 @@ def test_what_is_wrong_with_its_store(key: str, value: object, what: str, tmp_pa
             {"ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": config}]}
         )
     assert what in str(caught.value)
+    assert "|" not in caught.value.fix, "a pattern of the table"
     assert f"ucm_connectors[0].ucm_connector_config.{key}" in str(caught.value)
 
 

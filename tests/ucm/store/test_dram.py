@@ -520,6 +520,31 @@ def test_a_failed_eviction_keeps_no_segment_locked(
     assert one.there(KEYS[40:50]) == KEYS[40:50]
 
 
+def test_a_namespace_that_is_deleted_while_it_waits_for_the_lock_costs_others_nothing_uncounted(
+    config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for, deleted = DramTier._wait_for, list[str]()
+
+    def late(self: DramTier, descriptor: int) -> None:
+        wait_for(self, descriptor)
+        if not deleted:
+            deleted.append(self._layout.base)
+            shutil.rmtree(self._layout.base, ignore_errors=True)
+
+    with (
+        open_store(config, NAMESPACE, EVEN, clock=clock) as full,
+        open_store(config, "other", EVEN, clock=clock) as other,
+    ):
+        held = [block for block in KEYS if not save(full, [block], EVEN).failed]
+        there = full.lookup(held).count(True)
+        before = other.stats()["dram"].evicted_blocks
+        monkeypatch.setattr(DramTier, "_wait_for", late)
+        assert save(other, KEYS[:1], EVEN).failed == {}
+        assert deleted
+        lost = there - full.lookup(held).count(True)
+        assert other.stats()["dram"].evicted_blocks - before == lost
+
+
 def test_a_segment_that_cannot_be_published_is_deleted(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Tier(config)
     before = descriptors(config)

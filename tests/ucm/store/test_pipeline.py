@@ -16,11 +16,12 @@ from ucm.store.base import BlockCorruptError, BlockMissingError, StoreUnavailabl
 from ucm.store.factory import open_store
 from ucm.store.memory.segment import delete_blocks, segments
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.clock import SimulatedClock
     from ucm.store.base import BlockKey, KVStore
@@ -240,6 +241,22 @@ def test_a_block_that_one_tier_has_is_written_to_the_other(store: KVStore, kept:
     assert all(Path(kept.block(block)).exists() for block in KEYS)
     assert store.stats()["dram"].saved_blocks == 6
     assert store.stats()["posix"].saved_blocks == 12
+
+
+def test_a_lookup_without_an_answer_ends_no_thread(
+    both: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, contains = [None], PosixTier.contains
+
+    def once(self: PosixTier, keys: Sequence[BlockKey], deadline: float) -> Any:
+        return answers.pop() if answers else contains(self, keys, deadline)
+
+    monkeypatch.setattr(PosixTier, "contains", once)
+    with open_store(both, NAMESPACE, EVEN, clock=clock) as store:
+        for block in KEYS[:2]:
+            assert save(store, [block], EVEN).failed == {}
+            assert store.flush(60)
+        assert store.stats()["posix"].failures == {"lookup.other": 1}
 
 
 def test_a_block_that_cannot_be_read_for_a_lower_tier_is_counted_by_its_cause(

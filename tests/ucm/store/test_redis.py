@@ -9,7 +9,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,10 +41,11 @@ from tests.ucm.store.servers import (
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockCorruptError, BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
 from ucm.store.format import namespace_digest
+from ucm.store.remote import redis_client
 from ucm.store.remote.redis_client import _MOST_IDLE, Servers, pack_set, packets
 from ucm.store.remote.tiers import Part, RedisOptions, RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
@@ -464,6 +465,46 @@ def test_a_store_behind_a_forgotten_connection_finds_and_loads_all(
     assert fetch(behind, KEYS, EVEN)[0] == ALL
     assert clock.monotonic() - began == LONG
     assert behind.stats()["redis"].failures == {}
+
+
+def test_a_client_that_never_comes_up_stops_no_other(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Stuck(Servers):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            began.set()
+            goes_on.wait()
+            super().__init__(*arguments, **more)
+
+    usual = config(redis_server.address)
+    there = open_tier(usual, "Redis", NAMESPACE)
+    opened: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: opened.append(open_tier(replace(usual, rest_seconds=7.0), "Redis", NAMESPACE))
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(redis_client, "CLIENT", Stuck)
+        thread.start()
+        began.wait()
+    open_tier(replace(usual, rest_seconds=8.0), "Redis", NAMESPACE).close()
+    there.close()
+    goes_on.set()
+    thread.join()
+    opened[0].close()
+
+
+def test_a_value_that_is_too_long_is_none_of_ours(redis_server: RedisServer) -> None:
+    with closing(Servers(RedisOptions(address=(redis_server.address,)), "", 3, REST)) as client:
+        end = time.monotonic() + LONG
+        for name, nbytes in (("long", 150), ("longer", 1 << 20), ("right", 100)):
+            client.put(name, [bytearray(nbytes)], end)
+        long, longer, right = client.fetch(["long", "longer", "right"], 100, end)
+        assert isinstance(long, BlockCorruptError)
+        assert isinstance(longer, BlockCorruptError)
+        assert isinstance(right, memoryview)
+        assert right == bytes(100)
 
 
 CALLS: dict[str, tuple[Callable[[Servers, float], Any], Any]] = {

@@ -347,9 +347,9 @@ class DramTier(Tier):
                 where=self._layout.root,
                 fix="raise dram_capacity",
             )
-        self._layout.make()
-        make_directory(directory_of(self._layout), self._layout.group)
         with self._root_lock():
+            self._layout.make()
+            make_directory(directory_of(self._layout), self._layout.group)
             found = self._claim(slot_nbytes, slots, nbytes)
         found = found or self._own(slot_nbytes, 0)
         if found is None:

@@ -68,7 +68,8 @@ class Command(NamedTuple):
     Args:
         sent: The command in wire format, in pieces.
         memory: Where the value that answers it goes; the reply is then its length. None: the reply is the value.
-        most: The longest value that is wanted; the reply is a BlockCorruptError for one that is much longer.
+        most: The longest value that is wanted; the reply is a BlockCorruptError for a longer one, or much longer than
+            the memory.
     """
 
     sent: Sequence[Buffer | bytes]
@@ -134,8 +135,8 @@ class Answer(io.RawIOBase):
         """Return that it can be read."""
         return True
 
-    def patience(self) -> float:
-        """Return how many seconds to wait for the next bytes, or to send some.
+    def limit(self) -> None:
+        """Let the next call wait for as long as it may, to receive or to send.
 
         Raises:
             TimeoutError: The deadline has passed.
@@ -143,7 +144,7 @@ class Answer(io.RawIOBase):
         remaining = self._deadline - self._clock.monotonic()
         if remaining <= 0:
             raise TimeoutError("the deadline has passed")
-        return min(self._timeout, remaining)
+        self._sock.settimeout(min(self._timeout, remaining))
 
     def readinto(self, memory: Any) -> int:
         """Receive what has come.
@@ -152,7 +153,7 @@ class Answer(io.RawIOBase):
             TimeoutError: Nothing comes in time.
             ConnectionError: The server has closed the connection.
         """
-        self._sock.settimeout(self.patience())
+        self.limit()
         got = self._sock.recv_into(memory)
         if not got:
             raise exceptions.ConnectionError("the server closed the connection")
@@ -188,7 +189,7 @@ def _read_value(reader: io.BufferedReader[Answer], nbytes: int, command: Command
     """Return the reply with a value of a length; None for a negative length: there is no value."""
     if nbytes < 0:
         return None
-    if nbytes > command.most + _MOST_DROPPED:
+    if nbytes > command.most + (_MOST_DROPPED if command.memory else 0):
         return too_long(nbytes, command.most)
     memory = command.memory or [aligned_buffer(nbytes)]
     left = nbytes
@@ -289,7 +290,7 @@ class Node:
                 connection.disconnect()
                 if was_used and not answer.heard and not is_last and isinstance(error, exceptions.RedisError | OSError):
                     return None
-                if isinstance(error, ValueError | OverflowError | MemoryError):  # a damaged number
+                if isinstance(error, ValueError | OverflowError | MemoryError | RecursionError):  # damaged
                     raise exceptions.InvalidResponse(str(error)) from error
                 raise
             self._answered[sock] = self._clock.monotonic()
@@ -309,7 +310,7 @@ class Node:
     def _converse(self, connection: Any, answer: Answer, commands: Sequence[Command]) -> list[Any]:
         """Return the replies to commands; those behind a value that is much too long are missing."""
         for packet in packets(piece for command in commands for piece in command.sent):
-            answer.patience()
+            answer.limit()
             connection.send_packed_command([packet], check_health=False)
         reader = io.BufferedReader(answer, _READ_SIZE)
         replies: list[Any] = []

@@ -387,11 +387,18 @@ def _share(tier: type[RemoteTier], options: RemoteOptions, place: TierPlace) -> 
     secret = read_secret(*options.secret_at, where)
     limits = place.config.failures_until_rest, place.config.rest_seconds
     of = tier, os.getpid(), options.model_dump_json(), secret, *limits, place.clock
-    with _lock:
-        if of not in _shared:
-            _shared[of] = client(options, secret, *limits, clock=place.clock)
-        found = _shared[of]
-        found.users += 1
+    made: Client | None = None
+    while True:
+        with _lock:
+            if made is not None:
+                _shared.setdefault(of, made)
+            if (found := _shared.get(of)) is not None:
+                found.users += 1
+                break
+        # Without the lock, because it starts threads and reads files, which may never answer.
+        made = client(options, secret, *limits, clock=place.clock)
+    if made is not None and made is not found:  # another thread was faster
+        made.close()
     return found
 
 
