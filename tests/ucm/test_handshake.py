@@ -13,7 +13,7 @@ from pydantic import Field
 
 import ucm
 from tests.ucm.test_hooks import Runner, Scheduler, VllmConfig
-from ucm.errors import SparseMethodError
+from ucm.errors import ConfigError, SparseMethodError
 from ucm.integration.vllm import handshake, hooks
 from ucm.logger import get_logger
 from ucm.overlay.manifest import Manifest, ShadowedModule
@@ -49,6 +49,13 @@ class Choosy(Windowed):
     def layer_seen(self, layer_name: str) -> None:
         if layer_name != "first":
             raise SparseMethodError("this layer is not served", where=layer_name, fix="use another model")
+
+
+class Frugal(Windowed):
+    """Finds its budget too small for the blocks of the caches."""
+
+    def layers_seen(self) -> None:
+        raise ConfigError("a budget of 512 tokens leaves no block of 784", where="token_budget", fix="raise it")
 
 
 class Executor:
@@ -120,6 +127,11 @@ def test_a_layer_that_is_refused_is_named_before_the_first_request() -> None:
     found = refusal(core(config, wrapper, worker(config, 1)))
     assert (found.what, found.fix) == ("this layer is not served", "use another model")
     assert found.where.startswith("second; rank 0 on ")
+
+
+def test_an_option_that_the_caches_rule_out_is_refused_by_its_name() -> None:
+    config = settings(Frugal)
+    assert refusal(core(config, worker(config), worker(config, 1))).fix == "raise it"
 
 
 def test_hooks_that_were_taken_out_since_the_scheduler_started_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

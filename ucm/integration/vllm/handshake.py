@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ucm
 from ucm.clock import SYSTEM
 from ucm.compat import optional, requests_have_hashers, v1_runner
-from ucm.errors import SparseMethodError
+from ucm.errors import SparseMethodError, UcmError
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.hooks import method_of
 from ucm.integration.vllm.sparse.config import sparse_method_config
@@ -126,7 +126,7 @@ def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | 
         for name in attention_layers(groups, layers):
             method.layer_seen(name)
         method.layers_seen()
-    except SparseMethodError as error:
+    except UcmError as error:  # an option may be ruled out by the caches
         return error.what, error.where, error.fix
     return None
 

@@ -224,8 +224,9 @@ class OffloadStore:
                 del kept.copies[place]
             else:
                 self.counts["kept"] += 1
-                # A full or still opening store may accept them later.
-                if isinstance(result.failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
+                # A full or still opening store may accept them later; others of them may be waiting for that already.
+                error = result.failed.get(kept.keys[place])
+                if isinstance(error, StoreFullError | StoreTimeoutError) or self._retry_at < math.inf:
                     self._retry_at = self._clock.monotonic() + RETRY_SECONDS
         for error in result.failed.values():
             self._tell("blocks stay in host memory, because the store does not accept them", error)

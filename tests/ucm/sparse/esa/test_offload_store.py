@@ -20,7 +20,7 @@ from tests.ucm.store.frozen import FrozenDirectory
 from ucm.clock import SYSTEM
 from ucm.sparse.esa import offload_store
 from ucm.sparse.esa.offload_store import OffloadStore, remove_leftovers
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockGeometry, StoreFullError, StoreUnavailableError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.memory.segment import delete_blocks
@@ -287,3 +287,25 @@ def test_a_directory_that_does_not_answer_any_more_does_not_keep_the_end(
     store._end()
     assert not frozen.thawed.is_set()
     frozen.thawed.set()
+
+
+def test_a_store_that_fails_otherwise_is_left_alone_for_a_while_too(
+    store: OffloadStore, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, errors = list[int](), [StoreFullError("full"), StoreUnavailableError("off")]
+
+    def save(blocks: Any) -> Any:
+        saves.append(len(blocks))
+        failed = dict.fromkeys([block.key for block in blocks], errors[min(len(saves), len(errors)) - 1])
+        result = SimpleNamespace(done={}, failed=failed)
+        return SimpleNamespace(check=lambda: True, wait=lambda: result)
+
+    monkeypatch.setattr(store._store, "save", save)
+    monkeypatch.setattr(store, "_at_once", 2)
+    store.save(1, 0, blocks(5))
+    store.settle()
+    before = len(saves)
+    clock.advance(offload_store.RETRY_SECONDS)
+    for _ in range(20):
+        store.settle()
+    assert len(saves) == before + 1

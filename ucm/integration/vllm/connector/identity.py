@@ -109,9 +109,9 @@ class WeightReader:
             self._reading.wait(CLOSE_SECONDS)
 
     def _wait(self, reading: Later[None]) -> None:
-        done = reading.wait(START_SECONDS)
+        reading.wait(START_SECONDS)
         self._is_alone = True
-        if done:
+        if reading.done():  # looked at behind that, so that an error is either raised here or logged there
             reading.result()
         else:
             get_logger(__name__).warning(

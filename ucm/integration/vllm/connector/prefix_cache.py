@@ -396,9 +396,14 @@ class PrefixCacheScheduler:
                     self._use(state, state.request.num_computed_tokens)
         late, self._late = self._late, []
         plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self.counters), fresh
-        if plan.idle and not plan.loads:
+        if plan.idle and not plan.loads and not self._runs():
             self._wait()
         return plan
+
+    def _runs(self) -> bool:
+        """Return whether a step with a request may still be in flight."""
+        first = max(1, self.step + 1 - self._options.batches)
+        return any(state.ran >= first for state in self._requests.values())
 
     def _wait(self) -> None:
         """Wait a little for lookups, or if there are none for keys."""
@@ -637,7 +642,7 @@ class PrefixCacheScheduler:
         if self.stager.poll(lookup):
             return True
         if self._options.asks_again:
-            if self._waited == self.step or any(state.ran == self.step for state in self._requests.values()):
+            if self._waited == self.step or self._runs():
                 return False
             self._waited = self.step
             return self.stager.wait([lookup], IDLE_SECONDS)

@@ -281,6 +281,19 @@ def test_a_medium_that_does_not_answer_keeps_an_idle_engine_for_a_moment_only(cl
     scene.store.answers.set()
 
 
+def test_a_step_in_flight_is_not_nothing(clock: SimulatedClock) -> None:
+    scene = Scene(clock, batches=2)
+    first = request(TOKENS, "first")
+    scene.admit(first)
+    scene.run(first, 18, scene.rows)
+    scene.store.answers.clear()
+    before = clock.monotonic()
+    scene.step({})
+    assert scene.side.matched_tokens(request(TOKENS[::-1], "second"), 0) is None
+    assert clock.monotonic() == before
+    scene.store.answers.set()
+
+
 def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment(clock: SimulatedClock) -> None:
     scene = Scene(clock, asks_again=False)
     scene.keep(TOKENS)
