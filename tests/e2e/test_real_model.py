@@ -266,9 +266,9 @@ def test_the_tokens_are_vllms_own_with_compressed_blocks(
         answers = list(each(damaged, prompts, marked=False))
         assert [answer.tokens for answer in answers] == wanted
         assert sum(answer.cached or 0 for answer in answers) < sum(prompt.blocks for prompt in prompts)
-        counters = damaged.counters()
-        assert counters["ucm:tier_failures_total{cause=corrupt,operation=load,tier=posix}"] > 0
-        assert counters["ucm:tier_quarantined_blocks_total{tier=posix}"] > 0
+        # Counters of tiers are read every five seconds, which a fast machine does not need.
+        assert "load.corrupt in tier posix" in damaged.log
+        assert list((tmp_path / "store").rglob("*-corrupt"))
         until_found(damaged, prompts, wanted, marked=False)
     assert all(read_header(str(file)).is_compressed for file in block_files(tmp_path / "store").values())
 
