@@ -6,11 +6,12 @@ import ctypes
 import inspect
 import traceback
 import weakref
+from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
-from ucm.background import call_later
+from ucm.background import call_later, enter_background, process_cores
 from ucm.clock import SYSTEM
 from ucm.compat import optional
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
@@ -161,6 +162,8 @@ def frees_blocks(vllm_config: VllmConfig) -> bool:
 #: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
 #: its way to the worker.
 PAUSE = 0.005
+#: The most threads that read all weights in host memory.
+MOST_READERS = 8
 #: Eight-byte words sampled from each tensor.
 SAMPLE = 64
 #: In host memory the sample consists of this many ranges, copied together: about 30 µs for 300 tensors.
@@ -312,14 +315,39 @@ class LiveWeights:
                 parts.append(words.index_select(0, self._positions[number][1]))
             return _values(parts)
 
+    def _checksums(self, memories: list[Any]) -> list[int]:
+        """Return a checksum of each memory.
+
+        Not by torch, whose threads wait for each other, tensor by tensor: also for one that waits for a processor, as
+        others read blocks at that time.
+        """
+        sums, left = [0] * len(memories), list(enumerate(memories))
+
+        def beside() -> None:
+            enter_background()
+            read()
+
+        def read() -> None:
+            with suppress(IndexError):  # all are taken
+                while True:
+                    number, memory = left.pop()
+                    sums[number] = checksum(memory)
+
+        threads = [
+            self._clock.started(beside, "ucm-weights") for _ in range(min(MOST_READERS, len(process_cores())) - 1)
+        ]
+        read()
+        for thread in filter(None, threads):
+            thread.join()
+        return sums
+
     def _digest(self) -> list[int]:
         """Return checksums of all bytes of each tensor; on an accelerator sums, which detect any exchange of rows."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
             if self._on_host:
-                # Not by torch, whose threads would wait, for each tensor, for those that read blocks at that time.
-                return [checksum(memory.numpy()) for memory in self._memory()]
+                return self._checksums([memory.numpy() for memory in self._memory()])
             sums = []
             for words in self._words():
                 rows = len(words) // _ROW

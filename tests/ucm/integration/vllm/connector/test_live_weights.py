@@ -98,6 +98,18 @@ def scale(made: Any) -> None:
     made.scale *= 2
 
 
+@pytest.mark.parametrize("cores", [set(), {0}, set(range(100))])
+def test_every_byte_is_read_however_many_threads_do_it(monkeypatch: pytest.MonkeyPatch, cores: set[int]) -> None:
+    made = model()
+    weights = LiveWeights(made)
+    monkeypatch.setattr(identity, "process_cores", lambda: cores)
+    assert not weights.changed(wholly=True)
+    for parameter in filter(torch.numel, made.parameters()):
+        with torch.no_grad():
+            parameter.data[..., -1] += 1
+        assert [weights.changed(wholly=True) for _ in range(2)] == [True, False]
+
+
 @pytest.mark.parametrize("change", [copy, copy_in_inference_mode, replace_data, replace_parameter, scale])
 def test_what_torch_counts_is_seen_at_every_step(change: Callable[[Any], None]) -> None:
     made = model()
