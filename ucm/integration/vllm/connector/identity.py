@@ -333,9 +333,9 @@ class LiveWeights:
                     number, memory = left.pop()
                     sums[number] = checksum(memory)
 
-        threads = [
-            self._clock.started(beside, "ucm-weights") for _ in range(min(MOST_READERS, len(process_cores())) - 1)
-        ]
+        # The other half of the processors is for those; on two, short prompts waited longer for two threads than for one.
+        count = min(MOST_READERS, len(process_cores()) // 2)
+        threads = [self._clock.started(beside, "ucm-weights") for _ in range(count - 1)]
         read()
         for thread in filter(None, threads):
             thread.join()
