@@ -333,7 +333,7 @@ class LiveWeights:
                     number, memory = left.pop()
                     sums[number] = checksum(memory)
 
-        # The other half of the processors is for those; on two, short prompts waited longer for two threads than for one.
+        # The other half of the processors is for those: on two, short prompts waited longer for two threads.
         count = min(MOST_READERS, len(process_cores()) // 2)
         threads = [self._clock.started(beside, "ucm-weights") for _ in range(count - 1)]
         read()
