@@ -104,7 +104,13 @@ def call_later(call: Callable[[], T], name: str, *, clock: Clock = SYSTEM) -> La
 
 
 def call_all(
-    calls: Iterable[Callable[[], T]], name: str, threads: int, nice: int = 0, *, clock: Clock = SYSTEM
+    calls: Iterable[Callable[[], T]],
+    name: str,
+    threads: int,
+    nice: int = 0,
+    *,
+    helps: bool = False,
+    clock: Clock = SYSTEM,
 ) -> list[Later[T]]:
     """Make calls in a few background threads, each of which takes the next call until none is left.
 
@@ -113,14 +119,14 @@ def call_all(
         name: The threads' name.
         threads: The number of threads.
         nice: How far to lower their priority; see `enter_background`.
+        helps: Whether the calling thread makes calls as well, all of them if the system refuses the threads.
         clock: The clock whose threads make the calls.
     """
     found = [Later(call, clock=clock) for call in calls]
     left = iter(found)
     lock = threading.Lock()
 
-    def work() -> None:
-        enter_background(nice)
+    def take() -> None:
         while True:
             with lock:
                 later = next(left, None)
@@ -128,8 +134,17 @@ def call_all(
                 return
             later.run()
 
+    def work() -> None:
+        enter_background(nice)
+        take()
+
     for _ in range(min(threads, len(found))):
-        clock.thread(work, name).start()
+        if not helps:
+            clock.thread(work, name).start()
+        elif clock.started(work, name) is None:
+            break
+    if helps:
+        take()
     return found
 
 

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.background import call_later, call_within, wait_for_all, wait_while_it_shrinks
-from ucm.clock import SYSTEM
+from ucm.background import call_all, call_later, call_within, wait_for_all, wait_while_it_shrinks
+from ucm.clock import SYSTEM, Clock
 from ucm.store.health import Pool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.clock import SimulatedClock
 
 #: Runs in a separate process, because CPU affinity cannot be undone. One thread is started before, as by a library.
@@ -112,3 +115,16 @@ def test_what_a_later_call_returns_or_raises_is_had_where_it_is_wanted(clock: Si
 
 def test_threads_of_an_engine_keep_no_process_from_ending() -> None:
     assert SYSTEM.thread(int, "ucm-test").daemon
+
+
+class Refusing(Clock):
+    """The clock of a system that starts no more threads."""
+
+    def started(self, target: Callable[[], object], name: str) -> None:
+        del target, name
+
+
+@pytest.mark.parametrize("clock", [Clock(), Refusing()])
+def test_who_helps_makes_the_calls_that_no_thread_makes(clock: Clock) -> None:
+    found = call_all([partial(abs, -number) for number in range(20)], "ucm-test", 3, helps=True, clock=clock)
+    assert [one.result() for one in found] == list(range(20))

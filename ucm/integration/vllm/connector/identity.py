@@ -6,12 +6,11 @@ import ctypes
 import inspect
 import traceback
 import weakref
-from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
-from ucm.background import call_later, enter_background, process_cores
+from ucm.background import call_all, call_later, process_cores
 from ucm.clock import SYSTEM
 from ucm.compat import optional
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
@@ -315,39 +314,19 @@ class LiveWeights:
                 parts.append(words.index_select(0, self._positions[number][1]))
             return _values(parts)
 
-    def _checksums(self, memories: list[Any]) -> list[int]:
-        """Return a checksum of each memory.
-
-        Not by torch, whose threads wait for each other, tensor by tensor: also for one that waits for a processor, as
-        others read blocks at that time.
-        """
-        sums, left = [0] * len(memories), list(enumerate(memories))
-
-        def beside() -> None:
-            enter_background()
-            read()
-
-        def read() -> None:
-            with suppress(IndexError):  # all are taken
-                while True:
-                    number, memory = left.pop()
-                    sums[number] = checksum(memory)
-
-        # The other half of the processors is for those: on two, short prompts waited longer for two threads.
-        count = min(MOST_READERS, len(process_cores()) // 2)
-        threads = [self._clock.started(beside, "ucm-weights") for _ in range(count - 1)]
-        read()
-        for thread in filter(None, threads):
-            thread.join()
-        return sums
-
     def _digest(self) -> list[int]:
         """Return checksums of all bytes of each tensor; on an accelerator sums, which detect any exchange of rows."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
             if self._on_host:
-                return self._checksums([memory.numpy() for memory in self._memory()])
+                # Not by torch, whose threads wait for each other, tensor by tensor: also for one that waits for a
+                # processor, as others read blocks at that time. Half of the processors is for those: on two, short
+                # prompts waited longer for two threads.
+                calls = [partial(checksum, memory.numpy()) for memory in self._memory()]
+                threads = min(MOST_READERS, len(process_cores()) // 2) - 1
+                reads = call_all(calls, "ucm-weights", threads, helps=True, clock=self._clock)
+                return [read.result() for read in reads]
             sums = []
             for words in self._words():
                 rows = len(words) // _ROW
