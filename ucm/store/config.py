@@ -146,6 +146,12 @@ class StoreConfig:
         return found + ([self.dram_directory] if DRAM.intersection(self.parts) else [])
 
     @property
+    def directory_bytes(self) -> float | None:
+        """The most bytes that each of the Posix tier's directories may hold; None: no limit."""
+        most = self.posix_capacity_bytes
+        return None if most is None else most / len(self.directories)
+
+    @property
     def capacity_bytes(self) -> int | None:
         """The most bytes that all tiers together may use; None if one of them has no limit in bytes."""
         memory = self.dram_capacity_bytes

@@ -349,9 +349,9 @@ def check_pins(
                     status = status_of(path)
                     if not rules.is_pinned(status.st_mtime_ns, now):
                         new.append(StoredFile(path, status.st_size, int(until * 1e9)))
-            root, share = os.path.realpath(directory), config.posix_capacity_bytes
+            root = os.path.realpath(directory)
             state = Usage(root).read()
-            limit = smaller(None if share is None else share / len(config.directories), state.limit if state else None)
+            limit = smaller(config.directory_bytes, state.limit if state else None)
             if limit is None or not new:
                 continue
             there = scan(root, clock=clock).files

@@ -298,8 +298,7 @@ class Evictor:
     ) -> None:
         self._layout, self._config, self._clock = layout, config, clock
         self._usage, self._shares, self.leases = Usage(layout.root), Shares.of(config), LeaseRules.of(config)
-        most = config.posix_capacity_bytes
-        self.share = None if most is None else most / len(config.directories)
+        self.share = config.directory_bytes
         self.held_of: dict[str, int] = {}  #: the bytes of each account with a weight at the last scan, likewise
         self.leased_bytes: int | None = None  #: the bytes of leased blocks at the last scan, if this process scans
         #: The bytes held, for all namespaces and all writers, as last read; None if unknown.
