@@ -659,8 +659,8 @@ def test_names_that_are_handed_on_are_the_originals() -> None:
 class Keeping(SparseMethod):
     """Keeps 24 bytes of each block."""
 
-    def bytes_beside_block(self, layers: Any) -> int:
-        return 8 * len(layers)
+    def bytes_beside_block(self, workers: Any) -> list[int]:
+        return [8 * len(layers) for layers in workers]
 
 
 def test_memory_of_kv_caches_is_left_to_a_method() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ucm.errors import SparseMethodError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -162,17 +162,19 @@ class SparseMethod:
 
     # The scheduler side: one call per event, in EngineCore.
 
-    def bytes_beside_block(self, layers: Mapping[str, Any]) -> int:
-        """Return how many bytes a worker allocates on its device beside each block of its KV cache.
+    def bytes_beside_block(self, workers: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return how many bytes each worker allocates on its device beside each block of its KV cache.
 
-        They are taken from the memory for KV caches before vLLM divides it into blocks. Called for each worker, on an
-        instance that gets no other call. Allocate in `layers_seen`, so that no step runs out of memory.
+        They are taken from the memory for KV caches before vLLM divides it into blocks. Called on an instance that gets
+        no other call. Allocate in `layers_seen`, so that no step runs out of memory.
 
         Args:
-            layers: vLLM's ``KVCacheSpec`` of each layer of the worker, by name.
+            workers: For each worker, vLLM's ``KVCacheSpec`` of each of its layers, by name.
+
+        Raises:
+            SparseMethodError: The method cannot serve a model with these layers.
         """
-        del layers
-        return 0
+        return [0] * len(workers)
 
     def scheduler_started(self, scheduler: Any) -> None:
         """The scheduler, vLLM's ``Scheduler``, and its KV-cache manager exist. Called once, before any request."""

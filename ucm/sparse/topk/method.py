@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 from functools import partial
+from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -195,32 +196,29 @@ class BlockTopK(DensePrompts):
             if restricted:
                 self._restricted[layer_name] = None
 
-    def layers_seen(self) -> None:
-        """Allocate the representatives; refuse a model without restricted layers, which a pipeline's stage may be."""
-        stages = optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
-        nothing = not self._restricted and stages == 1
+    def bytes_beside_block(self, workers: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the bytes of a block's representatives in all restricted layers; refuse a model that has none."""
+        self._require_restricted_layers()
+        found = [sum(starmap(self._bytes_in_layer, layers.items())) for layers in workers]
+        nothing = any(workers) and not any(found)
         refuse(
             {"nothing would be restricted: the layers that are not dense have sliding windows or states": nothing},
             f"ucm_sparse_config.{self._name}.dense_layers",
             "set it to a smaller number, or run this model without a sparse method",
         )
-        self._allocate()
-
-    def bytes_beside_block(self, layers: Mapping[str, Any]) -> int:
-        """Return the bytes of a block's representatives in all restricted layers."""
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        self._require_restricted_layers()
-        found = 0
-        for name, spec in layers.items():
-            has_keys = optional(spec, "num_kv_heads") is not None  # recurrent layers have states
-            if has_keys and optional(spec, "sliding_window") is None and not self._is_dense(name):
-                shape = 1, spec.block_size, spec.num_kv_heads, spec.head_size
-                keys = torch.empty(shape, dtype=spec.dtype, device="meta")
-                found += KeyCodes(1, keys).nbytes
         return found
 
-    def _allocate(self) -> None:
+    def _bytes_in_layer(self, name: str, spec: Any) -> int:
+        """Return the bytes of a block's representatives in a layer, of which vLLM's ``KVCacheSpec`` is given."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        has_keys = optional(spec, "num_kv_heads") is not None  # recurrent layers have states
+        if not has_keys or optional(spec, "sliding_window") is not None or self._is_dense(name):
+            return 0
+        shape = 1, spec.block_size, spec.num_kv_heads, spec.head_size
+        return KeyCodes(1, torch.empty(shape, dtype=spec.dtype, device="meta")).nbytes
+
+    def layers_seen(self) -> None:
         """Allocate the representatives of all blocks in all restricted layers, so that no step runs out of memory.
 
         Raises:

@@ -36,6 +36,10 @@ def method(**options: Any) -> BlockTopK:
     return seen(unseen(**options))
 
 
+#: What vLLM says of a layer's KV cache.
+SPEC = {"block_size": SIZE, "num_kv_heads": KV_HEADS, "head_size": HEAD, "dtype": torch.float32}
+
+
 def unseen(**options: Any) -> BlockTopK:
     """Return the method before the model has layers."""
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=SIZE), parallel_config=SimpleNamespace(rank=0))
@@ -436,11 +440,11 @@ def only_the_middle_layer_is_restricted(made: BlockTopK) -> None:
 def test_representatives_are_allocated_before_the_first_step() -> None:
     """As many bytes as were taken from the KV cache for them; no step allocates further ones."""
     made = method()
-    spec = SimpleNamespace(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
-    windowed = SimpleNamespace(**vars(spec), sliding_window=64)
+    spec, windowed = SimpleNamespace(**SPEC), SimpleNamespace(**SPEC, sliding_window=64)
     recurrent = SimpleNamespace(block_size=SIZE, shapes=((3, 4), (5, 6)))
     others = {"model.layers.7.self_attn.attn": windowed, "model.layers.8.mixer": recurrent}
-    asked = method().bytes_beside_block({**dict.fromkeys(LAYERS, spec), **others})
+    asked, nothing = method().bytes_beside_block([{**dict.fromkeys(LAYERS, spec), **others}, others])
+    assert nothing == 0, "of a pipeline's stage without restricted layers"
     held = dict(made._representatives)
     assert list(held) == LAYERS[1:]
     assert sum(of.nbytes for of in held.values()) == asked * BLOCKS > 0
@@ -473,14 +477,13 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
 
 
 def test_a_model_of_which_nothing_would_be_restricted_is_refused() -> None:
-    """Its layers have windows or states of their own, or are dense by the options."""
-    with pytest.raises(SparseMethodError, match="nothing would be restricted"):
-        unseen(dense_layers=1).layers_seen()
-    made = unseen(dense_layers=1)
-    view_of(made).windowed = (LAYERS[1], LAYERS[2])
+    """Its layers have windows or states of their own, or are dense by the options, in all stages of a pipeline."""
+    plain, windowed, recurrent = SimpleNamespace(**SPEC), SimpleNamespace(**SPEC, sliding_window=64), SimpleNamespace()
+    stages = [{LAYERS[0]: plain, LAYERS[1]: windowed}, {LAYERS[2]: recurrent}]
     with pytest.raises(SparseMethodError, match="nothing would be restricted") as caught:
-        seen(made)
+        unseen(dense_layers=1).bytes_beside_block(stages)
     assert "dense_layers" in caught.value.where
+    assert min(unseen(dense_layers=0).bytes_beside_block(stages)) == 0, "one stage may have none"
 
 
 def test_engine_and_layers_are_required() -> None:

@@ -28,7 +28,7 @@ def left_for_kv_caches(
         available: The bytes of each worker that vLLM has for its KV cache.
 
     Raises:
-        UcmError: If the method's settings are wrong.
+        UcmError: If the method's settings are wrong, or it cannot serve the model.
     """
     with refusals_logged("UCM.Sparse"):
         configured = sparse_method_config(vllm_config)
@@ -37,8 +37,10 @@ def left_for_kv_caches(
         name, options = configured
         method = method_class(name)(vllm_config, Role.SCHEDULER, options)
         left = [
-            _left(memory, _bytes_of_block(layers), method.bytes_beside_block(layers))
-            for layers, memory in zip(kv_cache_specs, available, strict=True)
+            _left(memory, _bytes_of_block(layers), beside)
+            for layers, memory, beside in zip(
+                kv_cache_specs, available, method.bytes_beside_block(kv_cache_specs), strict=True
+            )
         ]
     taken, of = max((memory - rest, memory) for memory, rest in zip(available, left, strict=True))
     if taken:

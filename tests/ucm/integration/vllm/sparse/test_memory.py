@@ -66,7 +66,7 @@ def test_caches_and_summaries_together_fit_into_what_vllm_has(
     sizes = [of.size for of in made.kv_cache_tensors]
     # In newer releases, each entry is a place in one allocation and has the size of it all.
     caches = sum(sizes) if optional(made.kv_cache_tensors[0], "layer_stride") is None else max(sizes)
-    summaries = made.num_blocks * BlockTopK(config, Role.SCHEDULER, options).bytes_beside_block(specs)
+    summaries = made.num_blocks * BlockTopK(config, Role.SCHEDULER, options).bytes_beside_block([specs])[0]
     assert summaries > 0.004 * caches
     assert caches + summaries <= memory
     if len({type(of) for of in specs.values()}) == 1:
@@ -101,7 +101,7 @@ def test_the_layer_of_an_engine_has_its_cache_when_summaries_are_allocated(
         made.layer_seen(name)
         made.layers_seen()
         (held,) = made._representatives.values()
-        assert held.nbytes == 40 * made.bytes_beside_block({name: spec})
+        assert [held.nbytes] == [40 * one for one in made.bytes_beside_block([{name: spec}])]
 
 
 def test_a_pair_of_caches_stays_a_pair() -> None:
