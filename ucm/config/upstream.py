@@ -292,7 +292,7 @@ STORE: dict[str, Rule] = {
         "it belongs to the pooled DRAM store"
     ),
     "posix_gc_.*": "when a capacity is set, the blocks unused for longest go as soon as it is reached",
-    "posix_io_engine|io_direct": "the page cache is used wherever that is faster",
+    "posix_io_engine|io_direct": "there is one way to read and write, through the page cache",
     "shard_data_dir": "blocks always lie in subdirectories",
     "share_buffer_(capacity_gb|enable)": "all ranks of a host share the Dram tier",
     "stream_number|posix_.*_concurrency": "store.load_threads and store.save_threads say how many threads there are",

@@ -77,8 +77,7 @@ _VERSION = struct.Struct("<H")
 _VERSION_AT, _KEY_AT = 8, 56
 #: A tag's bytes, and those of the fingerprint of the authentication key and of the tag before the header's checksum.
 _TAG_BYTES, _SIGNED_BYTES = 16, 24
-#: A page of memory, or a multiple of what devices write to.
-PAGE = 4096
+_ALIGNMENT = 64
 #: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
 LARGE_BYTES = 32 << 10
 #: The most buffers that one system call accepts.
@@ -480,19 +479,19 @@ class HeaderCodec:
 
 
 def aligned_buffer(nbytes: int) -> Buffer:
-    """Return new memory of undefined content that begins with a page.
+    """Return new memory of undefined content that begins at a multiple of 64 bytes.
 
-    The kernel's copies into memory that begins elsewhere than at a multiple of 64, as a ``bytearray`` does, take up to
-    five times as long on some processors, and devices write only to multiples of their own sectors.
+    The kernel's copies into memory that begins elsewhere, as a ``bytearray`` does, take up to five times as long on
+    some processors.
 
     Raises:
         StoreError: There is no memory.
     """
     try:
-        memory = np.empty(nbytes + PAGE, dtype=np.uint8)
+        memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     except MemoryError:
         raise StoreError(f"there is no memory for {nbytes} bytes") from None
-    begin = -memory.ctypes.data % PAGE
+    begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + nbytes].data
 
 

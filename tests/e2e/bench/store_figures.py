@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockTransfer
 from ucm.store.bench import Figures, Run, verify
-from ucm.store.format import PAGE, checksum
-from ucm.store.memory.slab import Slab, SlabReader
+from ucm.store.format import checksum
+from ucm.store.memory.slab import PAGE, Slab, SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

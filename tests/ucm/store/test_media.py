@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store.base import (
-    BlockCorruptError,
     BlockGeometry,
     BlockMissingError,
-    BlockTransfer,
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.bench import drop_from_cache
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.format import PAGE, aligned_buffer
 from ucm.store.posix import directory as posix_directory
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
@@ -33,7 +29,6 @@ from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from tests.clock import SimulatedClock
-    from ucm.store.base import BlockKey, KVStore
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
@@ -278,73 +273,3 @@ def test_a_block_for_which_no_space_can_be_claimed(
     with open_store(config, NAMESPACE, large, clock=clock) as store:
         assert isinstance(save(store, KEYS[:1], large).failed[KEYS[0]], StoreFullError)
         assert files(config.directories[0]) == []
-
-
-LARGE = BlockGeometry((posix_files.PAST_CACHE_FROM // 2,) * 2, bytes(16))
-
-
-def is_cached(path: Path) -> bool:
-    with path.open("rb") as file:
-        return posix_files.is_cached(file.fileno(), path.stat().st_size)
-
-
-def saved_and_dropped(store: KVStore, block: BlockKey, geometry: BlockGeometry, root: str) -> Path:
-    """Save a block, drop its file from the page cache, and return the file's path."""
-    assert save(store, [block], geometry).failed == {}
-    path = Path(Layout(root, NAMESPACE).block(block))
-    drop_from_cache([path])
-    if is_cached(path):
-        pytest.skip("the file system keeps files in the page cache alone, or the system does not tell what is in it")
-    return path
-
-
-def loaded(store: KVStore, block: BlockKey, geometry: BlockGeometry, offset: int = 0) -> bytes:
-    """Load a whole block into memory that begins a few bytes after a page does."""
-    memory = aligned_buffer(offset + geometry.nbytes)[offset:]
-    assert store.load([BlockTransfer(block, [memory])]).wait().failed == {}
-    return bytes(memory)
-
-
-def test_a_large_block_is_read_past_the_page_cache_once(config: StoreConfig, clock: SimulatedClock) -> None:
-    block = KEYS[0]
-    with open_store(config, NAMESPACE, LARGE, clock=clock) as store:
-        path = saved_and_dropped(store, block, LARGE, config.directories[0])
-        for cached in (False, True):
-            assert loaded(store, block, LARGE) == content(block, LARGE)
-            assert is_cached(path) is cached
-
-
-@pytest.mark.parametrize("what", ["memory", "length", "small", "some layers", "unknown", "lost"])
-def test_what_cannot_be_read_past_the_page_cache_is_read_through_it(
-    config: StoreConfig, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    geometry = {"length": BlockGeometry((LARGE.nbytes + 3,), bytes(16)), "small": BlockGeometry((PAGE,), bytes(16))}
-    block, own = KEYS[0], geometry.get(what, LARGE)
-    with open_store(config, NAMESPACE, own, clock=clock) as store:
-        path = saved_and_dropped(store, block, own, config.directories[0])
-        if what == "unknown":
-            monkeypatch.setattr(posix_files, "_CACHESTAT", -1)
-        if what == "lost":  # the device wrote to the memory of a process that forked
-            monkeypatch.setattr(posix_files, "_read_past_cache", lambda descriptor, header, slices, nbytes: True)
-        if what == "some layers":
-            memory = aligned_buffer(own.slice_sizes[1])
-            assert store.load([BlockTransfer(block, [memory], first_slice=1)]).wait().failed == {}
-            assert bytes(memory) == content(block, own)[own.slice_sizes[0] :]
-        else:
-            assert loaded(store, block, own, 8 if what == "memory" else 0) == content(block, own)
-        monkeypatch.undo()
-        assert is_cached(path)
-
-
-def test_damage_is_found_past_the_page_cache(config: StoreConfig, clock: SimulatedClock) -> None:
-    block = KEYS[0]
-    with open_store(config, NAMESPACE, LARGE, clock=clock) as store:
-        path = saved_and_dropped(store, block, LARGE, config.directories[0])
-        with path.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\xff")
-        drop_from_cache([path])
-        memory = aligned_buffer(LARGE.nbytes)
-        failed = store.load([BlockTransfer(block, [memory])]).wait().failed
-        assert isinstance(failed[block], BlockCorruptError)
-        assert not path.exists()

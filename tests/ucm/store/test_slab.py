@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store.base import BlockTransfer
-from ucm.store.format import LARGE_BYTES, PAGE
+from ucm.store.format import LARGE_BYTES
 from ucm.store.memory import slab as slabs
-from ucm.store.memory.slab import Slab, SlabAddress, SlabReader, State
+from ucm.store.memory.slab import PAGE, Slab, SlabAddress, SlabReader, State
 from ucm.testing.blocks import key
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ OWNER = f"""
 import sys
 from dataclasses import astuple
 from ucm.testing.blocks import key
-from ucm.store.format import PAGE
-from ucm.store.memory.slab import Slab
+from ucm.store.memory.slab import PAGE, Slab
 slab = Slab({ROWS} * PAGE, 2)
 slab.lay_out({sum(SIZES)})
 row, _ = slab.claim(0, key(0))
@@ -138,8 +137,7 @@ def test_private_memory_is_not_for_other_processes(clock: SimulatedClock) -> Non
 def test_rows_are_shared_where_the_system_refuses_private_memory() -> None:
     """A limit of a process's data, like strict overcommit, counts private memory before it is used."""
     program = (
-        "import resource; from ucm.store.format import PAGE; "
-        "from ucm.store.memory.slab import Slab, SlabReader; "
+        "import resource; from ucm.store.memory.slab import PAGE, Slab, SlabReader; "
         "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, -1)); "
         "slab = Slab(1 << 31, 1, private=True); "
         "print(slab.lay_out(PAGE) == (1 << 31) // PAGE, SlabReader().attach(slab.address, 0, {}), slab.records())"

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.clock import SYSTEM
 from ucm.store.base import StoreUnavailableError, Task, TransferTask
-from ucm.store.format import PAGE, checksum, scatter
+from ucm.store.format import checksum, scatter
 from ucm.store.guard import unexpected
 from ucm.store.health import Pool
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ucm.clock import Clock, Queue
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
 
+PAGE = 4096
 #: The size reserved for a rank's record and report, in bytes.
 RECORD_BYTES = 64 << 10
 #: The length of a record, and its checksum.

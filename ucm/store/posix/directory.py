@@ -56,8 +56,6 @@ _TRIES = 2
 _TOUCHED_AFTER_RENAME = frozenset({"ceph", "fuse.ceph-fuse"})
 #: How many lookups of one directory may run at once.
 _LOOKUP_THREADS = 2
-#: Of how many blocks it is remembered that they were read past the page cache; then all are forgotten.
-_MOST_PAST_CACHE = 1 << 17
 #: Errors about one file rather than the medium, provided that the file can be moved away.
 _OF_ONE_FILE = frozenset(
     {
@@ -100,7 +98,6 @@ class Directory:
         self.layout = Layout(root, namespace)
         self._fsync = config.fsync
         self._claims_space = True
-        self._past_cache: set[BlockKey] = set()
         stuck, failures, rest = config.stuck_seconds, config.failures_until_rest, config.rest_seconds
         self.reads = Breaker(f"reading from {root}", failures, rest, clock=clock)
         self.writes = Breaker(f"writing to {root}", failures, rest, clock=clock)
@@ -128,9 +125,7 @@ class Directory:
             StoreError: The directory rests or cannot be read.
         """
         path = self.layout.block(block.key)
-        if len(self._past_cache) > _MOST_PAST_CACHE:
-            self._past_cache.clear()
-        return self._read(block.key, path, lambda: read_slices(path, codec, block, self._past_cache))
+        return self._read(block.key, path, lambda: read_slices(path, codec, block))
 
     def read_file(self, key: BlockKey, geometry: BlockGeometry | None, authenticator: Authenticator | None) -> Buffer:
         """Return a whole block, decompressed, verified against its own header; raises like ``read``.

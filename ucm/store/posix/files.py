@@ -7,17 +7,12 @@ a few are kept for inspection.
 On ext4, allocating a file's space first makes buffered writing about a quarter faster, since blocks are then not
 reserved page by page, and keeps the file contiguous for later cold reads. ``os.posix_fallocate`` is no alternative:
 where the file system does not support it, glibc writes to every page instead.
-
-A large block that the page cache does not hold is read past it: the device then writes into the block's memory, which
-spares the processor most of the work. If it is read again, that is through the page cache, which then holds it. So is
-one that is not sound then: the device misses the memory of a process that forks at that time on some file systems.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 import time
@@ -31,7 +26,6 @@ from ucm.store.base import (
 )
 from ucm.store.format import (
     MOST_BUFFERS,
-    PAGE,
     UNIT,
     aligned_buffer,
     beyond,
@@ -154,43 +148,13 @@ def check_file(
         os.close(descriptor)
 
 
-#: Smaller blocks, in bytes, are read through the page cache: the kernel reads ahead, and few bytes cost little time.
-PAST_CACHE_FROM = 1 << 20
-#: The number of ``cachestat``, since Linux 6.5; the C library has no function for it.
-_CACHESTAT = 451
-
-
-def is_cached(descriptor: int, nbytes: int) -> bool:
-    """Return whether the page cache holds a file's last page; True where the system does not tell.
-
-    Args:
-        descriptor: The open file.
-        nbytes: Its size.
-    """
-    asked, found = (ctypes.c_uint64 * 2)(max(0, nbytes - PAGE), PAGE), (ctypes.c_uint64 * 5)()
-    call = system_call("syscall", ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
-    return call(_CACHESTAT, descriptor, asked, found, 0) != 0 or found[0] > 0
-
-
-def _read_past_cache(descriptor: int, header: bytearray, slices: Sequence[Buffer], nbytes: int) -> bool:
-    """Fill a header and a block's memory from its file, past the page cache; return False if that is not possible."""
-    begin, done = aligned_buffer(len(header)), False
-    with suppress(OSError):  # the file system, the lengths or the memory do not allow it; any other error comes again
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-        done = read_into(descriptor, [begin, *slices], 0, nbytes) == nbytes
-    header[:] = begin
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
-    return done
-
-
-def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer, past_cache: set[BlockKey] | None = None) -> int:
+def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer) -> int:
     """Read layer slices of a block into memory, with one system call for a whole block, and verify them.
 
     Args:
         path: The block's file.
         codec: The codec of the expected header.
         block: The layer slices to read, and their memory.
-        past_cache: The blocks that were read past the page cache, to which this one is added if it is; None: it is not.
 
     Returns:
         The file's time of last use, in nanoseconds since the epoch.
@@ -206,16 +170,6 @@ def read_slices(path: str, codec: HeaderCodec, block: BlockTransfer, past_cache:
     try:
         if nbytes == codec.file_nbytes:
             header = stored = bytearray(codec.nbytes)
-            if (
-                past_cache is not None
-                and wanted == nbytes - codec.nbytes >= PAST_CACHE_FROM
-                and block.key not in past_cache
-                and not is_cached(descriptor, nbytes)
-                and _read_past_cache(descriptor, header, slices, nbytes)
-                and codec.is_sound(header, block.key, first, slices)
-            ):
-                past_cache.add(block.key)
-                return status.st_mtime_ns
             if first == 0:
                 is_read = read_into(descriptor, [header, *slices], 0, begin + wanted) == begin + wanted
             else:

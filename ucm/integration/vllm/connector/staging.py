@@ -18,8 +18,7 @@ from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.kv_cache import lacking, longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.format import PAGE
-from ucm.store.memory.slab import Slab, State, jobs_of
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

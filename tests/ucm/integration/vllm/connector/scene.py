@@ -13,8 +13,7 @@ from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixC
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockCorruptError, BlockGeometry, KVStore, TransferTask
-from ucm.store.format import PAGE
-from ucm.store.memory.slab import Slab
+from ucm.store.memory.slab import PAGE, Slab
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

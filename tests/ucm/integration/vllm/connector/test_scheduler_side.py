@@ -36,8 +36,7 @@ from ucm.store import factory
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.factory import open_store
-from ucm.store.format import PAGE
-from ucm.store.memory.slab import SlabReader
+from ucm.store.memory.slab import PAGE, SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -16,8 +16,7 @@ from ucm.integration.vllm.connector.metadata import geometries_of, geometry_reco
 from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockKey
-from ucm.store.format import PAGE
-from ucm.store.memory.slab import KEEP_SECONDS, State
+from ucm.store.memory.slab import KEEP_SECONDS, PAGE, State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,8 +19,7 @@ from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.format import PAGE
-from ucm.store.memory.slab import Slab
+from ucm.store.memory.slab import PAGE, Slab
 
 if TYPE_CHECKING:
     import random
