@@ -200,7 +200,9 @@ class BlockTopK(DensePrompts):
         """Return the bytes of a block's representatives in all restricted layers; refuse a model that has none."""
         self._require_restricted_layers()
         found = [sum(starmap(self._bytes_in_layer, layers.items())) for layers in workers]
-        nothing = any(workers) and not any(found)
+        # With an external launcher, an engine sees the layers of its own worker alone, which may be a pipeline's stage.
+        sees_all = len(workers) >= int(optional(self.vllm_config, "parallel_config.world_size") or 1)
+        nothing = sees_all and any(workers) and not any(found)
         refuse(
             {"nothing would be restricted: the layers that are not dense have sliding windows or states": nothing},
             f"ucm_sparse_config.{self._name}.dense_layers",
