@@ -201,7 +201,7 @@ class BlockTopK(DensePrompts):
         self._require_restricted_layers()
         found = [sum(starmap(self._bytes_in_layer, layers.items())) for layers in workers]
         # With an external launcher, an engine sees the layers of its own worker alone, which may be a pipeline's stage.
-        sees_all = len(workers) >= int(optional(self.vllm_config, "parallel_config.world_size") or 1)
+        sees_all = len(workers) >= optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
         nothing = sees_all and any(workers) and not any(found)
         refuse(
             {"nothing would be restricted: the layers that are not dense have sliding windows or states": nothing},

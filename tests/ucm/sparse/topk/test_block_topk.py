@@ -485,7 +485,10 @@ def test_a_model_of_which_nothing_would_be_restricted_is_refused() -> None:
     assert "dense_layers" in caught.value.where
     assert min(unseen(dense_layers=0).bytes_beside_block(stages)) == 0, "one stage may have none"
     external = unseen(dense_layers=1)
-    external.vllm_config.parallel_config.world_size = 2
+    external.vllm_config.parallel_config.world_size = 2  # one of two tensor-parallel workers has all layers
+    with pytest.raises(SparseMethodError, match="nothing would be restricted"):
+        external.bytes_beside_block(stages[:1])
+    external.vllm_config.parallel_config.pipeline_parallel_size = 2
     assert external.bytes_beside_block(stages[:1]) == [0], "the other stage is another engine's"
 
 

@@ -36,11 +36,10 @@ def left_for_kv_caches(
             return list(available)
         name, options = configured
         method = method_class(name)(vllm_config, Role.SCHEDULER, options)
+        beside = method.bytes_beside_block(kv_cache_specs)
         left = [
-            _left(memory, _bytes_of_block(layers), beside)
-            for layers, memory, beside in zip(
-                kv_cache_specs, available, method.bytes_beside_block(kv_cache_specs), strict=True
-            )
+            _left(memory, _bytes_of_block(layers), kept)
+            for layers, memory, kept in zip(kv_cache_specs, available, beside, strict=True)
         ]
     taken, of = max((memory - rest, memory) for memory, rest in zip(available, left, strict=True))
     if taken:
