@@ -62,7 +62,7 @@ def handle(options: argparse.Namespace) -> int:
     failed = False
     for stored in facts.stored:
         group, geometry = stored.group, stored.geometry
-        size = f"{group.chunk_tokens} tokens, {geometry.nbytes:,} bytes in {len(geometry.slice_sizes)} pieces"
+        size = f"{group.chunk_tokens} tokens, {geometry.nbytes:,} bytes"
         say([f"group {group.index}      {group.stored_as} of {size}; {stored.namespace}"])
         problems, times = round_trip(settings.store.as_store_config(), geometry, options.blocks)
         total = options.blocks * geometry.nbytes

@@ -16,6 +16,8 @@ from ucm.errors import ConfigError
 from ucm.store.config import read_secret
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ucm.store.base import Buffer
 
 #: The shortest key, in characters: 128 bits where each is a hexadecimal digit.
@@ -38,9 +40,12 @@ class Authenticator:
         #: Identifies the key without revealing it.
         self.fingerprint = _derived(secret, "fingerprint")[:FINGERPRINT_BYTES]
 
-    def slice_tag(self, layer_slice: Buffer) -> bytes:
+    def slice_tag(self, pieces: Iterable[Buffer]) -> bytes:
         """Return the tag of a layer slice."""
-        return blake3(layer_slice.cast("B"), key=self._of_slices).digest(TAG_BYTES)
+        found = blake3(key=self._of_slices)
+        for piece in pieces:
+            found.update(piece.cast("B"))
+        return found.digest(TAG_BYTES)
 
     def header_tag(self, header: Buffer) -> bytes:
         """Return the tag of everything before it in a header."""

@@ -1,10 +1,10 @@
 """The interface of a KV store, and its errors.
 
-A *block* is the KV cache of one vLLM block of tokens in one KV-cache group on one worker rank. It consists of
-*layer slices*, byte ranges of fixed sizes, one or more for each attention layer, and is named by its *key*. A store is
-opened for one *namespace*, whose name covers everything that two engines must have in common to share blocks, together
-with the fingerprint of the geometry. A block is saved whole, in one call, and is whole or absent; single layer slices
-can be loaded.
+A *block* is the KV cache of one vLLM block of tokens, or of a chunk of such blocks, in one KV-cache group on one worker
+rank, and is named by its *key*. It consists of one or more *layer slices*: byte ranges of fixed sizes, each of which
+can be loaded and verified alone. A store is opened for one *namespace*, whose name covers everything that two engines
+must have in common to share blocks, together with the fingerprint of the geometry. A block is saved whole, in one call,
+and is whole or absent.
 
 Calls return at once unless they say otherwise. Transfers run in the store's own threads; the caller keeps the buffers
 alive and unchanged until ``wait`` of their task returns.
@@ -130,8 +130,8 @@ class BlockTransfer:
 
     Args:
         key: The block's key.
-        slices: The memory of consecutive layer slices, all of them to save a block: a buffer for each or, which is
-            faster, one for all where they lie one after the other.
+        slices: The memory of consecutive layer slices, all of them to save a block: one buffer where they lie one after
+            the other, which is fastest; else several, whatever each of them holds.
         first_slice: The index of the first layer slice.
         depth: How many tokens its chain has up to this block's end; of blocks used alike, the deepest are evicted
             first, so blocks of unequal sizes that depend on each other go together.

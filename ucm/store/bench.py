@@ -49,24 +49,22 @@ _BESIDE_MEMORY = {"save": "memcpy", "load hot": "memcpy"}
 
 @dataclass(frozen=True)
 class Workload:
-    """The blocks to move.
+    """The blocks to move, each stored and verified as one, as the connector does it.
 
     Args:
         blocks: The number of blocks.
-        slices: The number of layer slices per block.
-        slice_nbytes: The size of each layer slice in bytes.
+        block_nbytes: The size of each in bytes.
         rounds: The number of rounds.
     """
 
     blocks: int = 64
-    slices: int = 16
-    slice_nbytes: int = 256 * 1024
+    block_nbytes: int = 4 << 20
     rounds: int = 9
 
     @property
     def geometry(self) -> BlockGeometry:
         """The geometry of the blocks."""
-        return BlockGeometry((self.slice_nbytes,) * self.slices, b"ucm store bench!")
+        return BlockGeometry((self.block_nbytes,), b"ucm store bench!")
 
     @property
     def keys(self) -> list[BlockKey]:

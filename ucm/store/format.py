@@ -44,7 +44,7 @@ import hmac
 import operator
 import struct
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -86,8 +86,18 @@ MOST_BUFFERS = 1024
 #: What a header has to check a layer slice: its checksum or, if blocks are authenticated, its checksum and its tag.
 Seal: TypeAlias = Any
 
-#: The checksum of a layer slice; fast enough to be always on: more than 50 GB/s with AVX2.
+#: The checksum of bytes; fast enough to be always on: more than 50 GB/s with AVX2.
 checksum = xxhash.xxh3_64_intdigest
+
+
+def checksum_of(pieces: Sequence[Buffer]) -> int:
+    """Return the checksum of a layer slice."""
+    if len(pieces) == 1:
+        return checksum(pieces[0])
+    found = xxhash.xxh3_64()
+    for piece in pieces:
+        found.update(piece)
+    return found.intdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +282,7 @@ def verify(
             raise BlockCorruptError(f"the checksum of layer slice {index} is wrong")
         if authenticator is None or not header.tags:
             continue
-        if not hmac.compare_digest(authenticator.slice_tag(layer_slice), header.tags[index]):
+        if not hmac.compare_digest(authenticator.slice_tag([layer_slice]), header.tags[index]):
             raise BlockCorruptError(
                 f"the authentication tag of layer slice {index} is wrong: somebody without the key changed it"
             )
@@ -322,7 +332,6 @@ class HeaderCodec:
         self.offsets = tuple(accumulate(sizes, initial=self.nbytes))
         #: By the offset at which a layer slice ends, the index of the next one.
         self._index = {offset: index for index, offset in enumerate(self.offsets) if index}
-        self._cuts = [slice(a - self.nbytes, b - self.nbytes) for a, b in pairwise(self.offsets)]
         self._namespace = namespace
         self._private = private
         self._digest = namespace_digest(namespace)
@@ -357,23 +366,29 @@ class HeaderCodec:
             return None
         return self._index.get(self.offsets[first] + nbytes)
 
-    def cut(self, first: int, memory: Sequence[Buffer]) -> Sequence[Buffer]:
-        """Return a buffer for each layer slice, given as in ``BlockTransfer``."""
-        offsets = self.offsets
-        if len(memory) > 1 or memory[0].nbytes == offsets[first + 1] - offsets[first]:
-            return memory
-        whole, begin = memory[0].cast("B"), offsets[first]
-        if whole.nbytes == self.geometry.nbytes:
-            return list(map(whole.__getitem__, self._cuts))
-        end = self._index[begin + whole.nbytes]
-        return [whole[a - begin : b - begin] for a, b in pairwise(offsets[first : end + 1])]
+    def cut(self, first: int, memory: Sequence[Buffer]) -> list[Sequence[Buffer]]:
+        """Return the pieces of each layer slice, given as in ``BlockTransfer``."""
+        end = self._index[self.offsets[first] + nbytes_of(memory)]
+        if end == first + 1:
+            return [memory]
+        found: list[Sequence[Buffer]] = []
+        views, view = iter(memory), memoryview(b"")
+        for left in self.geometry.slice_sizes[first:end]:
+            pieces: list[Buffer] = []
+            missing = left
+            while missing:
+                view = view or next(views).cast("B")
+                pieces.append(view[:missing])
+                view, missing = view[missing:], missing - len(pieces[-1])
+            found.append(pieces)
+        return found
 
     def seal(self, memory: Sequence[Buffer]) -> list[Seal]:
         """Return what a header needs to check each of a block's layer slices, given as in ``BlockTransfer``."""
         slices = self.cut(0, memory)
         if self.authenticator is None:
-            return list(map(checksum, slices))
-        return list(zip(map(checksum, slices), map(self.authenticator.slice_tag, slices), strict=True))
+            return list(map(checksum_of, slices))
+        return list(zip(map(checksum_of, slices), map(self.authenticator.slice_tag, slices), strict=True))
 
     def encode(self, key: BlockKey, seals: Iterable[Seal]) -> bytearray:
         """Return the header of a block with these layer slices, as ``seal`` describes each of them."""
@@ -452,7 +467,7 @@ class HeaderCodec:
         if not same(header, self.encode(key, self.seals(header))):
             return False
         if self.authenticator is None or self._private:
-            return tuple(map(checksum, slices)) == self._sums.unpack_from(header, self._sums_at)[first:end]
+            return tuple(map(checksum_of, slices)) == self._sums.unpack_from(header, self._sums_at)[first:end]
         tags = b"".join(map(self.authenticator.slice_tag, slices))
         at = self._tags_at
         return hmac.compare_digest(tags, header[at + first * _TAG_BYTES : at + end * _TAG_BYTES])

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ucm.store.format import HeaderCodec
     from ucm.store.tier import Tier
 
-#: Called for every layer slice, and several times as fast as an expression in Python.
-_NBYTES, _CONTIGUOUS, _READONLY = map(attrgetter, ("nbytes", "c_contiguous", "readonly"))
+#: Called for every buffer, and several times as fast as an expression in Python.
+_CONTIGUOUS, _READONLY = map(attrgetter, ("c_contiguous", "readonly"))
 #: How many times as many blocks of a prefix are looked up as before; see ``Tier.first_wave``.
 _GROWTH, _SLOW_GROWTH = 16, 4
 
@@ -31,22 +31,18 @@ def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
     """Check a transfer and return its size in bytes.
 
     Raises:
-        ValueError: A layer slice does not exist, or its memory is of the wrong size or not contiguous.
+        ValueError: A layer slice does not exist, or the memory is of the wrong size or not contiguous.
     """
-    first, slices, sizes = block.first_slice, block.slices, codec.geometry.slice_sizes
     if not MIN_KEY_BYTES <= len(block.key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(block.key)}")
-    given = tuple(map(_NBYTES, slices))
-    nbytes: int = sum(given)
-    end = codec.end_of(first, nbytes)
-    if end is None or (len(given) > 1 and given != sizes[first:end]):
+    if codec.end_of(block.first_slice, block.nbytes) is None:
         raise ValueError(
-            f"block {block.key.hex()}: the memory of layer slices from {first} on has {given} bytes; of a block's "
-            f"{len(sizes)} layer slices those there have {sizes[first : first + max(1, len(given))]}"
+            f"block {block.key.hex()}: the memory of layer slices from {block.first_slice} on has {block.nbytes} "
+            f"bytes, and none of its {len(codec.geometry.slice_sizes)} layer slices ends there"
         )
-    if not all(map(_CONTIGUOUS, slices)):
+    if not all(map(_CONTIGUOUS, block.slices)):
         raise ValueError(f"block {block.key.hex()}: the memory of a layer slice is not contiguous")
-    return nbytes
+    return block.nbytes
 
 
 class TieredStore(KVStore):

@@ -29,6 +29,7 @@ from tests.e2e.engine import MODEL
 from tests.e2e.model import VOCABULARY as WORDS
 from tests.e2e.model import write_model
 from transforms.place import BUILD
+from ucm.store.memory.slab import KEEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 LENGTH, PROMPTS = 4_096, 6
 MOST_MEGABYTES = 100.0
 #: Seconds within which running saves end, and after which an idle engine has given back what it keeps for a while.
-SAVING, IDLE = 3.0, 180.0
+SAVING, IDLE = 3.0, 2 * KEEP_SECONDS + 40.0
 #: Makes the C library return large freed pieces, of which it otherwise retains a varying hundred megabytes.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 _SIZE = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)

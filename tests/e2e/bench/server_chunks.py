@@ -20,9 +20,9 @@ import obstore
 
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.redis_values import Bare, Side
-from tests.e2e.bench.store_figures import SideFigures, measured
+from tests.e2e.bench.store_figures import LayeredWorkload, SideFigures, measured
 from tests.ucm.store.servers import RedisServer, S3Server
-from ucm.store.bench import Workload, for_bench
+from ucm.store.bench import for_bench
 from ucm.store.config import StoreConfig
 from ucm.store.remote.tiers import S3Options
 
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
     from ucm.store.base import BlockKey
 
-#: Turns of two rounds each; blocks of 16 tokens, their bytes and layers, and how many are a chunk of 256 tokens.
-TURNS, BLOCKS, NBYTES, LAYERS, CHUNK = 4, 512, (1 << 20) // 8, 32, 16
-#: The last one is as in a KV cache in host memory, where each block's part of a layer stays a slice of its own.
-ALONE, CHUNKS, IN_PLACE = "blocks", "chunks", "chunks of small slices"
-BARE = "bare"
+#: Turns of two rounds each; blocks of 16 tokens, their bytes, and how many are a chunk of 256 tokens.
+TURNS, BLOCKS, NBYTES, CHUNK = 4, 512, (1 << 20) // 8, 16
+ALONE, CHUNKS, BARE = "blocks", "chunks", "bare"
 LEAST_OF_BARE, LEAST_OF_BLOCKS = 0.8, 5
 _SAVE, _LOAD = "save", "load hot"
 #: Seconds for a call; nothing is frozen here.
@@ -83,10 +81,9 @@ def _alone(name: str, options: dict[str, Any]) -> StoreConfig:
 
 
 def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Side]], turns: int) -> Iterator[Figure]:
-    alone = Workload(BLOCKS, LAYERS, NBYTES // LAYERS, 2)
-    chunks = replace(alone, blocks=BLOCKS // CHUNK, slice_nbytes=alone.slice_nbytes * CHUNK)
-    small = replace(chunks, slices=LAYERS * CHUNK, slice_nbytes=alone.slice_nbytes)
-    works = {ALONE: alone, CHUNKS: chunks, IN_PLACE: small}
+    alone = LayeredWorkload(BLOCKS, NBYTES, 2)
+    chunks = replace(alone, blocks=BLOCKS // CHUNK, block_nbytes=NBYTES * CHUNK)
+    works = {ALONE: alone, CHUNKS: chunks}
     found = SideFigures(chunks)
     for turn in range(turns):
         for side in works if turn % 2 else reversed(works):
@@ -98,11 +95,10 @@ def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Side]], turns: 
         sides = (*works, BARE)
         rates = {side: found.rate(f"{side} {operation}")[1] for side in sides}
         rates |= {f"{side}, processor s/GB": found.processor_per_gb(f"{side} {operation}") for side in sides}
-        for side in (CHUNKS, IN_PLACE):
-            for beside, least in ((BARE, LEAST_OF_BARE), (ALONE, LEAST_OF_BLOCKS)):
-                ratio = found.ratio(f"{side} {operation}", f"{beside} {operation}")[1]
-                name = f"{config.pipeline}: {operation} of {side}, seconds to {beside}"
-                yield Figure(name, 1 / ratio, "", 1 / least, rates)
+        for beside, least in ((BARE, LEAST_OF_BARE), (ALONE, LEAST_OF_BLOCKS)):
+            ratio = found.ratio(f"{CHUNKS} {operation}", f"{beside} {operation}")[1]
+            name = f"{config.pipeline}: {operation} of {CHUNKS}, seconds to {beside}"
+            yield Figure(name, 1 / ratio, "", 1 / least, rates)
 
 
 def _measure_bare(found: SideFigures, clients: Mapping[str, Sequence[Side]]) -> None:

@@ -5,21 +5,36 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockTransfer
-from ucm.store.bench import Figures, Run, verify
+from ucm.store.bench import Figures, Run, Workload, verify
 from ucm.store.format import checksum
 from ucm.store.memory.slab import PAGE, Slab, SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ucm.store.bench import Workload
     from ucm.store.config import StoreConfig
+
+
+@dataclass(frozen=True)
+class LayeredWorkload(Workload):
+    """Blocks that lie in a KV cache in several places.
+
+    Args:
+        slices: The number of layer slices per block, of equal size.
+    """
+
+    slices: int = 1
+
+    @property
+    def slice_nbytes(self) -> int:
+        """The size of each in bytes."""
+        return self.block_nbytes // self.slices
 
 
 @dataclass
@@ -32,6 +47,14 @@ class SideFigures(Figures):
         used = time.process_time()
         super().add(operation, run)
         self.processor.setdefault(operation, []).append(time.process_time() - used)
+
+    def without(self, rounds: int) -> SideFigures:
+        """Return the figures without those of the first rounds."""
+        seconds, processor = (
+            {name: found[rounds:] for name, found in of.items()} for of in (self.seconds, self.processor)
+        )
+        work = replace(self.workload, rounds=self.workload.rounds - rounds)
+        return SideFigures(work, seconds, processor=processor)
 
     def merge(self, other: SideFigures, side: str = "") -> None:
         """Add the rounds of another measurement of as many bytes, its operations under names that begin with a side."""
@@ -55,13 +78,13 @@ class WideRun(Run):
     that verifies can surpass. ``staged`` is a worker's copies of blocks that were found and lie verified in memory.
     """
 
-    def __init__(self, config: StoreConfig, workload: Workload, stack: ExitStack, *, tidy: bool = True) -> None:
+    def __init__(self, config: StoreConfig, workload: LayeredWorkload, stack: ExitStack, *, tidy: bool = True) -> None:
         super().__init__(config, workload, stack, tidy=tidy)
         self._pools = {
             threads: stack.enter_context(ThreadPoolExecutor(threads))
             for threads in {self.config.load_threads, self.config.save_threads}
         }
-        geometry, size = self.workload.geometry, self.workload.slice_nbytes
+        geometry, size = workload.geometry, workload.slice_nbytes
         slab, self._reader = Slab(self.workload.nbytes + self.workload.blocks * PAGE, 1), SlabReader()
         stack.callback(self._reader.close)
         stack.callback(slab.close)
@@ -111,7 +134,11 @@ class WideRun(Run):
 
 
 def measured(
-    config: StoreConfig, workload: Workload, elsewhere: Callable[[], Mapping[str, float]] = dict, *, tidy: bool = True
+    config: StoreConfig,
+    workload: LayeredWorkload,
+    elsewhere: Callable[[], Mapping[str, float]] = dict,
+    *,
+    tidy: bool = True,
 ) -> SideFigures:
     """Return what a `WideRun` measures, and what ``elsewhere`` returns at the end of each round: another process's."""
     figures = SideFigures(workload)

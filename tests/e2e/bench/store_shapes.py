@@ -21,10 +21,10 @@ from rich.table import Table
 
 from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.peers_install import UC_MANAGER, uc_manager_python
-from tests.e2e.bench.store_figures import SideFigures, measured
+from tests.e2e.bench.store_figures import LayeredWorkload, SideFigures, measured
 from tests.e2e.bench.ttft_engine import EngineFailedError, TimedEngine
 from transforms.place import BUILD
-from ucm.store.bench import Workload, beside, for_bench
+from ucm.store.bench import beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class UcManager(TimedEngine):
         workload: The blocks.
     """
 
-    def __init__(self, root: Path, workload: Workload) -> None:
+    def __init__(self, root: Path, workload: LayeredWorkload) -> None:
         python = uc_manager_python()
         root.mkdir(parents=True)
         arguments = {
@@ -75,7 +75,7 @@ def figures(rounds: int = ROUNDS) -> Iterator[Figure]:
     try:
         for blocks, nbytes in BLOCKS:
             for slices in SLICES:
-                work = Workload(blocks, slices, nbytes // slices, rounds)
+                work = LayeredWorkload(blocks, nbytes, rounds, slices)
                 shape = f"{blocks} of {_shape_of(nbytes, slices)}"
                 yield from _shape(shape, work, root, table)
         yield from chunks(root, *BLOCKS[-1], rounds, table)
@@ -88,7 +88,7 @@ def _shape_of(nbytes: int, slices: int) -> str:
     return f"{nbytes // 1024} KiB, {slices} layer slice{'s' if slices > 1 else ''}"
 
 
-def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Figure]:
+def _shape(shape: str, work: LayeredWorkload, root: Path, table: Table) -> Iterator[Figure]:
     directory = root / shape
     directory.mkdir(parents=True)
     config = for_bench(StoreConfig(directories=(str(directory),)))
@@ -136,21 +136,13 @@ def _rates(detail: dict[str, float], operation: str, plain: str, checked: str) -
 
 
 def chunks(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> Iterator[Figure]:
-    """Measure the same blocks alone and in chunks, beside plain files of either size, in turns.
-
-    With a KV cache on a device, a layer of a chunk is one slice. In host memory, each of its blocks stays a slice.
-    """
+    """Measure the same blocks alone and in chunks, beside plain files of either size, in turns."""
     for slices in SLICES:
-        alone = Workload(blocks, slices, nbytes // slices, 2)  # two, so that neither side always begins
-        together = replace(alone, blocks=blocks // CHUNK, slice_nbytes=alone.slice_nbytes * CHUNK)
-        works = {
-            "alone": alone,
-            "in chunks": together,
-            "in chunks, host memory": replace(together, slices=slices * CHUNK, slice_nbytes=alone.slice_nbytes),
-        }
+        alone = LayeredWorkload(blocks, nbytes, 2, slices)  # two rounds, so that neither side always begins
+        works = {"alone": alone, "in chunks": replace(alone, blocks=blocks // CHUNK, block_nbytes=nbytes * CHUNK)}
         shape = _shape_of(nbytes, slices)
         with ExitStack() as stack:
-            peers = {name: _peer(stack, root / f"{PEER} {shape} {name}", works[name]) for name in list(works)[:2]}
+            peers = {name: _peer(stack, root / f"{PEER} {shape} {name}", work) for name, work in works.items()}
             memory = stack.enter_context(TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm"))
             configs = {}
             for name in works:
@@ -161,14 +153,17 @@ def chunks(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> I
             found = {of: SideFigures(replace(works[of[1]], rounds=rounds + rounds % 2)) for of in configs}
             for number in range((rounds + 1) // 2):
                 for of in configs if number % 2 else reversed(configs):
-                    elsewhere = peers.get(of[1], dict) if of[0] == "files" else dict
-                    once = measured(configs[of], works[of[1]], elsewhere, tidy=False)
+                    elsewhere = peers[of[1]] if of[0] == "files" else dict
+                    # The memory tier empties and fills the same memory again and again; its first use is left out.
+                    first = int(of[0] == "memory")
+                    work = replace(works[of[1]], rounds=works[of[1]].rounds + first)
+                    once = measured(configs[of], work, elsewhere, tidy=False).without(first)
                     found[of].merge(once)
         for (medium, name), figures_ in found.items():
             yield from _judge(f"{medium}, {shape}, {name}", configs[medium, name], figures_, table)
 
 
-def _peer(stack: ExitStack, root: Path, work: Workload) -> Callable[[], dict[str, float]]:
+def _peer(stack: ExitStack, root: Path, work: LayeredWorkload) -> Callable[[], dict[str, float]]:
     """Start uc-manager's store and return what measures it, which is nothing where it cannot be installed."""
     try:
         peer = UcManager(root, work)

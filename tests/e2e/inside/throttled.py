@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ucm.clock import SYSTEM
 from ucm.store.base import BlockMissingError, StoreError
+from ucm.store.format import scatter
 from ucm.store.remote.tiers import Client, RedisOptions, RedisTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucm.store.base import Buffer
-    from ucm.store.remote.tiers import Part
     from ucm.store.tier import TierOptions, TierPlace
 
 
@@ -36,15 +36,12 @@ class ThrottledClient(Client):
         return [name in self._values for name in names]
 
     def read(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+        self, names: Sequence[str], memory: Sequence[Sequence[Buffer]], nbytes: int, deadline: float
     ) -> list[StoreError | None]:
         """Copy whole values into place, when the medium has sent them."""
         del nbytes, deadline
-        for name, ((part,)) in zip(names, parts, strict=True):
-            value, at = self._sent(name), 0
-            for view in part.memory:
-                view.cast("B")[:] = value[at : at + view.nbytes]
-                at += view.nbytes
+        for name, into in zip(names, memory, strict=True):
+            scatter(self._sent(name), into)
         return [None] * len(names)
 
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:

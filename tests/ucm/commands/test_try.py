@@ -93,7 +93,7 @@ def test_the_command_tells_all(
     assert code == 0
     for said in ("connector    direct", f"namespace    {NAMESPACE}", "device       cpu", "store        Posix"):
         assert said in out
-    assert f"group 1      blocks of 16 tokens, 8,202 bytes in 3 pieces; {NAMESPACE}/g1" in out
+    assert f"group 1      blocks of 16 tokens, 8,202 bytes; {NAMESPACE}/g1" in out
     assert out.count("2 blocks, 16,404 bytes: intact, saved in ") == 2
     assert described["asked"] == (Path("/m"), {"UCM_CONFIG_FILE": str(file)}, {"dtype": "float16"})
 

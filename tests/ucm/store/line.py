@@ -169,9 +169,9 @@ class S3Line:
         await self._come()
         return obstore.head(store, name)
 
-    async def get_async(self, store: Any, name: str, *, options: Any) -> Any:
+    async def get_async(self, store: Any, name: str) -> Any:
         await self._come()
-        return _Got(self, obstore.get(store, name, options=options))
+        return _Got(self, obstore.get(store, name))
 
     async def put_async(self, store: Any, name: str, content: Any, *, use_multipart: bool) -> None:
         await self._come()

@@ -18,7 +18,7 @@ from ucm.store.authentication import Authenticator, read_authenticator
 from ucm.store.base import BlockGeometry, StoreError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import authenticator_of, open_store
-from ucm.store.format import HeaderCodec, checksum, namespace_digest, verify
+from ucm.store.format import HeaderCodec, checksum, namespace_digest, nbytes_of, verify
 from ucm.store.inspection import check_block, stored_blocks
 from ucm.store.memory.segment import segments
 from ucm.store.posix.layout import Layout
@@ -27,7 +27,7 @@ from ucm.store.tier import Tier
 from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from tests.clock import SimulatedClock
     from tests.ucm.store.servers import RedisServer
@@ -263,8 +263,8 @@ def test_private_memory_is_checked_by_checksums(
         save(store, KEYS, EVEN)
         tagged: list[int] = []
 
-        def counting(self: Authenticator, layer_slice: memoryview) -> bytes:
-            tagged.append(layer_slice.nbytes)
+        def counting(self: Authenticator, pieces: Iterable[memoryview]) -> bytes:
+            tagged.append(nbytes_of(pieces))
             return bytes(16)
 
         monkeypatch.setattr(Authenticator, "slice_tag", counting)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.bench.store_figures import SideFigures, WideRun, measured
-from ucm.store.bench import Figures, Run, Workload, beside, for_bench
+from tests.e2e.bench.store_figures import LayeredWorkload, SideFigures, WideRun, measured
+from ucm.store.bench import Figures, Run, beside, for_bench
 from ucm.testing.blocks import files
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
 
-SMALL = Workload(blocks=4, slices=3, slice_nbytes=5000, rounds=3)
+SMALL = LayeredWorkload(blocks=4, block_nbytes=15_000, rounds=3, slices=3)
 
 
 @pytest.mark.parametrize("pipeline", ["Posix", "Dram", "Cache|Posix"])
@@ -71,6 +71,8 @@ def test_sides_are_merged() -> None:
     assert one.seconds == {"save": [2.0, 4.0], "chunks save": [4.0]}
     assert one.processor == {"save": [1.0, 2.0], "chunks save": [2.0]}
     assert one.processor_per_gb("save") == pytest.approx(1.5 / SMALL.nbytes * 1e9)
+    assert one.without(1).seconds == {"save": [4.0], "chunks save": []}
+    assert one.without(1).processor == {"save": [2.0], "chunks save": []}
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -47,7 +47,7 @@ from ucm.store.factory import open_store, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.remote import redis_client
 from ucm.store.remote.redis_client import _MOST_IDLE, Servers, pack_set, packets
-from ucm.store.remote.tiers import Part, RedisOptions, RedisTier
+from ucm.store.remote.tiers import RedisOptions, RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: The permissions that the tier's account needs.
-ALLOWED = ["+get", "+set", "+exists", "+del", "+getrange"]
+ALLOWED = ["+get", "+set", "+exists", "+del"]
 #: The length of a rest in seconds.
 REST = 0.5
 #: Options with which an answer does not arrive in time.
@@ -508,7 +508,7 @@ def test_a_value_that_is_too_long_is_none_of_ours(redis_server: RedisServer) -> 
 
 
 CALLS: dict[str, tuple[Callable[[Servers, float], Any], Any]] = {
-    "read": (lambda client, end: client.read(["ucm-here"], [[Part(0, [memoryview(bytearray(4))])]], 4, end), [None]),
+    "read": (lambda client, end: client.read(["ucm-here"], [[memoryview(bytearray(4))]], 4, end), [None]),
     "fetch": (lambda client, end: client.fetch(["ucm-here"], 4, end), [b"abcd"]),
     "put": (lambda client, end: client.put("ucm-here", [bytearray(3 << 20)], end), None),
     "remove": (lambda client, end: client.remove("ucm-here", end), None),

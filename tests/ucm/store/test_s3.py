@@ -39,8 +39,8 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
 from ucm.store.remote import s3_client
-from ucm.store.remote.s3_client import S3Client, place_parts
-from ucm.store.remote.tiers import OtherFormError, Part, S3Options, S3Tier
+from ucm.store.remote.s3_client import S3Client
+from ucm.store.remote.tiers import S3Options, S3Tier
 from ucm.testing.blocks import EVEN, Memory, fetch, key, save
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
-    from ucm.store.base import KVStore, StoreError
+    from ucm.store.base import KVStore
 
 PREFIX = f"ucm1/{namespace_digest(NAMESPACE).hex()}/"
 #: The length of a rest in seconds.
@@ -221,23 +221,12 @@ def test_a_damaged_object_is_a_miss_and_is_removed(store: KVStore, s3_server: S3
 
 @pytest.mark.parametrize("nbytes", [0, 10, 5000])
 def test_parts_of_an_object_that_is_too_short(store: KVStore, s3_server: S3Server, nbytes: int) -> None:
-    """The server refuses to send a part that begins behind the end."""
     client, name = s3_server.store(), PREFIX + KEYS[0].hex()
     obstore.put(client, name, bytes(obstore.get(client, name).bytes())[:nbytes], use_multipart=False)
     result = store.load([Memory(block, EVEN).transfer(2, 3) for block in KEYS]).wait()
     assert {block: error.cause for block, error in result.failed.items()} == {KEYS[0]: "corrupt"}
     assert name not in objects(s3_server)
     assert store.stats()["s3"].resting == 0
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_a_wrong_length_counts_more_than_a_part_that_did_not_come(wrong: int) -> None:
-    received: list[memoryview | StoreError] = [memoryview(b"abcd")] * 3
-    received[wrong], received[wrong - 1] = OtherFormError("it is longer"), StoreUnavailableError("it broke")
-    parts = [Part(4 * number, [memoryview(bytearray(4))]) for number in range(3)]
-    assert place_parts(parts, received) is received[wrong]
-    received[wrong] = memoryview(b"abcd")
-    assert place_parts(parts, received) is received[wrong - 1]
 
 
 def test_objects_of_other_formats_are_neither_found_nor_touched(store: KVStore, s3_server: S3Server) -> None:

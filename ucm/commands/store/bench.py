@@ -20,9 +20,6 @@ from ucm.store.memory.segment import LOCK_FILE
 if TYPE_CHECKING:
     import argparse
 
-#: A block's layer slices, in number.
-_SLICES = 16
-
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print the figures; the exit code does not depend on them.
@@ -31,13 +28,11 @@ def run(options: argparse.Namespace) -> int:
         UcmError: There is no such store, or nothing can be stored in it.
     """
     config = _config(options)
-    slice_nbytes, rest = divmod(options.block, _SLICES)
-    if not slice_nbytes or rest:
-        what = f"a block has {_SLICES} slices of equal size"
-        raise UcmError(what, where="--block", fix=f"give it a multiple of {_SLICES} bytes")
+    if not options.block:
+        raise UcmError("a block has no bytes", where="--block", fix="give it a size such as 4MiB")
     if config.parts == ["Empty"]:
         raise UcmError("the store 'Empty' keeps nothing that could be measured", fix="name another one")
-    workload = Workload(options.blocks, _SLICES, slice_nbytes, options.rounds)
+    workload = Workload(options.blocks, options.block, options.rounds)
     figures = Figures(workload)
     new = "Posix" not in config.parts and not Path(config.dram_directory).exists()
     try:

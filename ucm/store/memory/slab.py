@@ -56,8 +56,9 @@ _REPORT_AT = RECORD_BYTES - PAGE
 _SHARE, _MOST_BYTES = 8, 16 << 30
 #: Of the limit, the largest part that is touched at the start; and the bytes that are kept while no block needs them.
 _TOUCHED_SHARE, _KEPT_BYTES = 8, 48 << 20
-#: Memory beyond that was not needed for this many seconds, at most twice as many, before it is given back.
-KEEP_SECONDS = 60.0
+#: Memory that was not needed for this many seconds, at most twice as many, is given back to the system. The first use
+#: of a page costs up to ten times as much as copying it, which a pause between requests should not.
+KEEP_SECONDS = 300.0
 #: Seconds after which a block is read again when it is wanted, so that the tiers see that it is in use.
 STALE_SECONDS = 600.0
 _MADV_POPULATE_WRITE = 23

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ucm.clock import Clock
     from ucm.store.base import Buffer
-    from ucm.store.remote.tiers import MooncakeOptions, Part
+    from ucm.store.remote.tiers import MooncakeOptions
 
 Answer = TypeVar("Answer")
 #: Mooncake's codes for: no memory is left; the value was not written, not completely, or was evicted, perhaps while it
@@ -138,30 +138,22 @@ class MooncakeClient(Client):
         return [code > 0 if code >= 0 else failure_of(code, self._where) for code in codes]
 
     def read(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+        self, names: Sequence[str], memory: Sequence[Sequence[Buffer]], nbytes: int, deadline: float
     ) -> list[StoreError | None]:
-        """Receive parts of values into registered memory, by one call, and copy them into place."""
-        sizes = [[part.nbytes for part in some] for some in parts]
-        begins: list[int] = np.cumsum([0, *(size for some in sizes for size in some)]).tolist()
-        at = iter(begins)
-        into = [[next(at) for _ in some] for some in parts]
+        """Receive values into registered memory, by one call, and copy them into place."""
+        begins = range(0, nbytes * len(names), nbytes)
 
         def receive(store: Any) -> tuple[Staging, list[StoreError | None]]:
-            staging = self._take(store, begins[-1])
-            if all(some == [nbytes] for some in sizes):
-                targets = [staging.address + begin for begin in begins[:-1]]
-                codes = [[code] for code in store.batch_get_into(list(names), targets, [nbytes] * len(names))]
-            else:
-                of = [[part.begin for part in some] for some in parts]
-                codes = store.get_into_ranges([staging.address], [list(names)], [into], [of], [sizes])[0]
-            staging.is_tainted = any(is_harmful(min(some)) for some in codes)
-            return staging, [self._refusal(store, *one, nbytes) for one in zip(names, parts, codes, strict=True)]
+            staging = self._take(store, nbytes * len(names))
+            targets = [staging.address + begin for begin in begins]
+            codes = store.batch_get_into(list(names), targets, [nbytes] * len(names))
+            staging.is_tainted = any(map(is_harmful, codes))
+            return staging, [self._refusal(store, *one, nbytes) for one in zip(names, codes, strict=True)]
 
         staging, found = self._call(self._transfers, receive, deadline, late=lambda received: self._give(received[0]))
-        for some, begun, refusal in zip(parts, into, found, strict=True):
+        for into, begin, refusal in zip(memory, begins, found, strict=True):
             if refusal is None:
-                for part, begin in zip(some, begun, strict=True):
-                    scatter(staging.memory[begin : begin + part.nbytes], part.memory)
+                scatter(staging.memory[begin : begin + nbytes], into)
         self._give(staging)
         return found
 
@@ -327,18 +319,15 @@ class MooncakeClient(Client):
         self._give(staging)
         return content if code == size else failure_of(min(code, _GONE), self._where, name)
 
-    def _refusal(
-        self, store: Any, name: str, parts: Sequence[Part], codes: Sequence[int], nbytes: int
-    ) -> StoreError | None:
-        """Return why the parts of a value were not received, or None."""
-        worst = min(codes)
-        if worst >= 0:
-            return misfit(parts, list(codes))
-        if worst == _WRONG_SIZE:  # or anything else: the value must not be deleted for that
+    def _refusal(self, store: Any, name: str, code: int, nbytes: int) -> StoreError | None:
+        """Return why a value was not received, or None."""
+        if code >= 0:
+            return misfit(code, nbytes)
+        if code == _WRONG_SIZE:  # or anything else: the value must not be deleted for that
             size: int = store.get_size(name)
             if size >= 0 and size != nbytes:
-                return misfit(parts, [size])
-        return failure_of(worst, self._where, name)
+                return misfit(size, nbytes)
+        return failure_of(code, self._where, name)
 
     def _take(self, store: Any, nbytes: int) -> Staging:
         """Return registered memory of at least this size, for ``_give`` to take back."""

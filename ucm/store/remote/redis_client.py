@@ -18,7 +18,6 @@ import math
 import socket
 import ssl
 from collections import defaultdict
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from ucm.clock import Clock
     from ucm.store.base import Buffer
-    from ucm.store.remote.tiers import Part, RedisOptions
+    from ucm.store.remote.tiers import RedisOptions
 
 #: Values are sent in parts of at most this size; each must pass within the timeout of one answer.
 _PART = 1 << 20
@@ -415,39 +414,24 @@ class Servers(Client):
     def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
         """Return whether each value exists, in one round trip to each server."""
         keys = [name.encode() for name in names]
-        asked = [[Command([b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key)])] for key in keys]
+        asked = [Command([b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key)]) for key in keys]
         replies = self.run(keys, asked, deadline)
-        return [reply if isinstance(reply, StoreError) else reply[0] > 0 for reply in replies]
+        return [reply if isinstance(reply, StoreError) else reply > 0 for reply in replies]
 
     def read(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+        self, names: Sequence[str], memory: Sequence[Sequence[Buffer]], nbytes: int, deadline: float
     ) -> list[StoreError | None]:
-        """Receive parts of values by pipelined commands, each directly into its memory."""
-
-        def command(key: bytes, part: Part) -> Command:
-            if part.nbytes == nbytes:
-                return Command([pack(b"GET", key)], part.memory, nbytes)
-            end = part.begin + part.nbytes - 1
-            return Command([pack(b"GETRANGE", key, b"%d" % part.begin, b"%d" % end)], part.memory, part.nbytes)
-
+        """Receive values by pipelined commands, each directly into its memory."""
         keys = [name.encode() for name in names]
-        wanted = [[command(key, part) for part in some] for key, some in zip(keys, parts, strict=True)]
-        found: list[StoreError | None] = []
-        for name, some, reply in zip(names, parts, self.run(keys, wanted, deadline), strict=True):
-            if isinstance(reply, StoreError):
-                found.append(reply)
-            elif len(reply) > 1 and reply[0] == 0:
-                found.append(missing(name))  # GETRANGE answers with nothing where GET says that there is nothing
-            else:
-                found.append(misfit(some, reply))
-        return found
+        wanted = [Command([pack(b"GET", key)], into, nbytes) for key, into in zip(keys, memory, strict=True)]
+        replies = self.run(keys, wanted, deadline)
+        return [reply if isinstance(reply, StoreError) else misfit(reply, nbytes) for reply in replies]
 
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
         """Return values by pipelined commands."""
         most = math.inf if nbytes is None else nbytes
         keys = [name.encode() for name in names]
-        replies = self.run(keys, [[Command([pack(b"GET", key)], None, most)] for key in keys], deadline)
-        return [reply if isinstance(reply, StoreError) else reply[0] for reply in replies]
+        return self.run(keys, [Command([pack(b"GET", key)], None, most) for key in keys], deadline)
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one SET."""
@@ -460,7 +444,7 @@ class Servers(Client):
         self._one(key, Command([pack(b"DEL", key)]), deadline)
 
     def _one(self, key: bytes, command: Command, deadline: float, *, writing: bool = False) -> None:
-        (reply,) = self.run([key], [[command]], deadline, writing=writing)
+        (reply,) = self.run([key], [command], deadline, writing=writing)
         if isinstance(reply, StoreError):
             raise reply
 
@@ -474,18 +458,18 @@ class Servers(Client):
                 after, keys = node.plain(b"SCAN", cursor, b"MATCH", prefix.encode() + b"*", b"COUNT", b"1000")
                 cursor, found = bytes(after), list(map(bytes, keys))
                 deadline = self._clock.monotonic() + self._options.transfer_timeout
-                lengths = self.run(found, [[Command([pack(b"STRLEN", key)])] for key in found], deadline)
+                lengths = self.run(found, [Command([pack(b"STRLEN", key)]) for key in found], deadline)
                 for name, nbytes in zip(found, lengths, strict=True):
                     if isinstance(nbytes, StoreError):
                         raise nbytes
-                    yield name.decode(errors="replace"), nbytes[0]
+                    yield name.decode(errors="replace"), nbytes
                 if cursor == b"0":
                     break
 
     def run(
-        self, keys: Sequence[bytes], commands: Sequence[Sequence[Command]], deadline: float, *, writing: bool = False
+        self, keys: Sequence[bytes], commands: Sequence[Command], deadline: float, *, writing: bool = False
     ) -> list[Any]:
-        """Run commands for each key and return a list of replies, or an error, for each; follow redirections."""
+        """Run a command for each key and return its reply or an error; follow redirections."""
         try:
             nodes = self._servers_of(keys)
         except StoreError as error:
@@ -512,21 +496,16 @@ class Servers(Client):
         for node in self.nodes:
             node.close()
 
-    def _ask(
-        self, node: Node, batch: Sequence[Sequence[Command]], deadline: float, *, asking: bool, writing: bool
-    ) -> list[list[Any] | Exception]:
-        """Return for each of some keys the replies of a server, or the first error among them."""
-        commands = [one for some in batch for command in some for one in ([_ASKING] * asking + [command])]
+    def _ask(self, node: Node, batch: Sequence[Command], deadline: float, *, asking: bool, writing: bool) -> list[Any]:
+        """Return the replies of a server, of which some may be exceptions."""
+        commands = [one for command in batch for one in ([_ASKING] * asking + [command])]
         try:
             if writing and not node.writes.allows():
                 raise node.writes.refusal(node.name)
-            replies = iter(node.exchange(commands, deadline))
+            return node.exchange(commands, deadline)[asking :: 1 + asking]
         except StoreError as error:
             self._stale = True
             return [error] * len(batch)
-        every = 1 + asking
-        answers = (list(islice(replies, every * len(some)))[asking::every] for some in batch)
-        return [next((one for one in some if isinstance(one, Exception)), some) for some in answers]
 
     def _outcome(self, key: bytes, answer: Any, node: Node, *, writing: bool) -> Any:
         """Return an answer, or the StoreError for an error; note if a server is full, to pause writes to it."""
@@ -535,7 +514,7 @@ class Servers(Client):
         if not isinstance(answer, Exception):
             if writing:
                 node.writes.succeeded()
-            return missing(key.decode(errors="replace")) if answer[0] is None else answer
+            return missing(key.decode(errors="replace")) if answer is None else answer
         found = failure_of(answer, node.name)
         if isinstance(found, StoreFullError):
             node.writes.failed(found)

@@ -12,7 +12,6 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,22 +24,20 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import joined, scatter
 from ucm.store.health import Breaker
-from ucm.store.remote.tiers import Client, OtherFormError, misfit
+from ucm.store.remote.tiers import Client, misfit, too_long
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from ucm.clock import Clock
     from ucm.store.base import Buffer
-    from ucm.store.remote.tiers import Part, S3Options
+    from ucm.store.remote.tiers import S3Options
 
 Answer = TypeVar("Answer")
 #: Codes with which servers say that there is no room.
 _FULL = frozenset({"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
 _CODE = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,200}))?")
 _STATUS = re.compile(r"status code: (\d{3}[\w ]{0,40})")
-#: What is answered to a request for bytes of which the object has none.
-_BEHIND_THE_END = "status code: 416 "
 #: What obstore's errors end with, and what in it is worth saying.
 _DEBUG = "\n\nDebug source:"
 _INNERMOST = re.compile(
@@ -136,14 +133,18 @@ class S3Client(Client):
         ]
 
     def read(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+        self, names: Sequence[str], memory: Sequence[Sequence[Buffer]], nbytes: int, deadline: float
     ) -> list[StoreError | None]:
-        """Receive parts of objects by one GET each, and copy them into place."""
-        jobs = [
-            partial(self._get, name, nbytes, part) for name, some in zip(names, parts, strict=True) for part in some
-        ]
-        received = iter(self._run(jobs, deadline, self._transfers))
-        return [place_parts(some, list(islice(received, len(some)))) for some in parts]
+        """Receive objects by one GET each, and copy them into place."""
+        found: list[StoreError | None] = []
+        for content, into in zip(self.fetch(names, nbytes, deadline), memory, strict=True):
+            if isinstance(content, StoreError):
+                found.append(content)
+                continue
+            found.append(misfit(content.nbytes, nbytes))
+            if content.nbytes == nbytes:
+                scatter(content, into)
+        return found
 
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
         """Return objects by one GET each."""
@@ -177,24 +178,16 @@ class S3Client(Client):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._timeout)
 
-    async def _get(self, name: str, nbytes: int | None, part: Part | None = None) -> Buffer:
-        """Return an object of at most ``nbytes``, or a part of one that has so many.
+    async def _get(self, name: str, nbytes: int | None) -> Buffer:
+        """Return an object of at most ``nbytes``.
 
         Raises:
-            OtherFormError: The object has another length.
+            BlockCorruptError: It is longer.
         """
-        ranged: Any = {}
-        if part is not None and part.nbytes != nbytes:
-            ranged = {"range": (part.begin, part.begin + part.nbytes)}
-        try:
-            result = await self._requests.get_async(self._store, name, options=ranged)
-        except BaseError as error:
-            if ranged and _BEHIND_THE_END in str(error).partition(_DEBUG)[0]:
-                raise OtherFormError("the object ends before the part that was wanted") from error
-            raise
+        result = await self._requests.get_async(self._store, name)
         size = result.meta["size"]
-        if nbytes is not None and (size > nbytes if part is None else size != nbytes):
-            raise OtherFormError(f"the object has {size} bytes, but a block {nbytes}")
+        if nbytes is not None and size > nbytes:
+            raise too_long(size, nbytes)
         return memoryview(await result.bytes_async())
 
     def _one(self, job: Callable[[], Awaitable[Answer]], deadline: float) -> Answer:
@@ -253,19 +246,6 @@ async def _cancel_all() -> None:
 
 
 CLIENT = S3Client
-
-
-def place_parts(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> StoreError | None:
-    """Copy a value's parts into place; return why one was not received, a wrong length before all else."""
-    contents = [one for one in received if not isinstance(one, StoreError)]
-    if len(contents) < len(received):
-        failures = [one for one in received if isinstance(one, StoreError)]
-        return next((one for one in failures if isinstance(one, OtherFormError)), failures[0])
-    refusal = misfit(parts, [content.nbytes for content in contents])
-    if refusal is None:
-        for part, content in zip(parts, contents, strict=True):
-            scatter(content, part.memory)
-    return refusal
 
 
 def failure_of(error: Exception, where: str) -> StoreError:

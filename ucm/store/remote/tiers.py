@@ -26,7 +26,6 @@ from ucm.store.format import (
     known_codec,
     namespace_digest,
     nbytes_of,
-    uncompress,
     verify,
 )
 from ucm.store.tier import CompressingOptions, TierOptions, ValueTier
@@ -80,24 +79,6 @@ class RemoteOptions(CompressingOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive bytes of a value, to be received into memory.
-
-    Args:
-        begin: The offset of the first one.
-        memory: The destination buffers, in order.
-    """
-
-    begin: int
-    memory: Sequence[Buffer]
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return sum(view.nbytes for view in self.memory)
-
-
-@dataclass(frozen=True, slots=True)
 class StoredValue:
     """A block on a server.
 
@@ -141,12 +122,12 @@ class Client(ABC):
 
     @abstractmethod
     def read(
-        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+        self, names: Sequence[str], memory: Sequence[Sequence[Buffer]], nbytes: int, deadline: float
     ) -> list[StoreError | None]:
-        """Receive the parts of each value, whose length should be ``nbytes``.
+        """Receive each value, whose length should be ``nbytes``, into memory of as many.
 
         Returns:
-            For each value None, or why the memory is undefined; ``misfit`` says so for a value of another length.
+            For each value None, or why the memory is undefined: an OtherFormError for a value of another length.
         """
 
     @abstractmethod
@@ -223,7 +204,10 @@ class RemoteTier(ValueTier):
         return [answer is True for answer in answers]
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """Load the blocks' values: each is received directly into its memory, or as a whole if it is compressed."""
+        """Load the blocks' values, each directly into its memory, unless it is compressed or a part of it is wanted."""
+        if any(block.nbytes < known_codec(self.codec).geometry.nbytes for block in blocks):
+            # One at a time, because the values are received as a whole.
+            return [outcome for block in blocks for outcome in super(RemoteTier, self).read_many([block], deadline)]
         if self._compresses:
             return super().read_many(blocks, deadline)
         refusals = self._receive(blocks, deadline)  # but another engine may compress
@@ -318,36 +302,22 @@ class RemoteTier(ValueTier):
         """Receive blocks that are not compressed; return what is wrong with each."""
         codec = known_codec(self.codec)
         headers = [bytearray(codec.nbytes) for _ in blocks]
-        parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
-        refusals = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
-        found = zip(refusals, blocks, headers, strict=True)
-        return [refusal or self._judge(block, header) for refusal, block, header in found]
-
-    def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
-        """Return what to receive to load some layer slices of a block: its header as well."""
-        codec, first = known_codec(self.codec), block.first_slice
-        if block.nbytes == codec.geometry.nbytes:
-            return [Part(0, [memoryview(header), *block.slices])]
-        return [Part(0, [memoryview(header)]), Part(codec.offsets[first], block.slices)]
-
-    def _judge(self, block: BlockTransfer, header: bytearray) -> StoreError | None:
-        """Return what is wrong with a value that was received, or None."""
-        codec = known_codec(self.codec)
-        if codec.is_sound(header, block.key, block.first_slice, block.slices):
-            return None
-        if uncompress(header):  # of which only a part was asked for
-            return OtherFormError("the value is compressed")
-        return codec.refusal(header, block.key)
+        memory = [[memoryview(header), *block.slices] for header, block in zip(headers, blocks, strict=True)]
+        refusals = self._client.read([self._name(block.key) for block in blocks], memory, codec.file_nbytes, deadline)
+        return [
+            refusal
+            or (None if codec.is_sound(header, block.key, 0, block.slices) else codec.refusal(header, block.key))
+            for refusal, block, header in zip(refusals, blocks, headers, strict=True)
+        ]
 
 
 class OtherFormError(BlockCorruptError):
     """A value is damaged, or a compressed block."""
 
 
-def misfit(parts: Sequence[Part], lengths: Sequence[int]) -> OtherFormError | None:
-    """Return what is wrong with parts of a value, if not all of them have been received with their lengths."""
-    wanted = [part.nbytes for part in parts]
-    return None if lengths == wanted else OtherFormError(f"the value has {lengths} bytes, not {wanted}")
+def misfit(nbytes: int, wanted: int) -> OtherFormError | None:
+    """Return what is wrong with a value if it has another length than is wanted."""
+    return None if nbytes == wanted else OtherFormError(f"the value has {nbytes} bytes, not {wanted}")
 
 
 def too_long(nbytes: int, most: float) -> BlockCorruptError:

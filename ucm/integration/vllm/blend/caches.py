@@ -101,12 +101,12 @@ class LayerCaches:
 
     @property
     def geometry(self) -> BlockGeometry:
-        """The geometry of a piece: one layer slice for each layer."""
+        """The geometry of a piece, of all layers."""
         two, tokens, heads, size = self.piece_shape
         about = f"{FORMAT} {self.piece_shape} {self.dtype} {self.names}"
         digest = hashlib.blake2b(about.encode(), digest_size=16).digest()
-        nbytes = two * tokens * heads * size * self.dtype.itemsize
-        return BlockGeometry((nbytes,) * len(self.names), digest, self.dtype.itemsize)
+        nbytes = two * tokens * heads * size * self.dtype.itemsize * len(self.names)
+        return BlockGeometry((nbytes,), digest, self.dtype.itemsize)
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Return the sum over all ranks; see `AttentionView.sum_over_ranks`."""

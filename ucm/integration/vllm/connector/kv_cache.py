@@ -630,6 +630,19 @@ def fingerprint(layers: list[LayerLayout], about: Mapping[str, object]) -> bytes
     return digest.digest()
 
 
+def geometry_of(
+    group: CacheGroup, layers: list[LayerLayout], kv_caches: Mapping[str, Any], about: Mapping[str, object]
+) -> BlockGeometry:
+    """Return the geometry of a chunk, which is stored and verified as one: a single layer slice."""
+    nbytes = layers_nbytes(group, layers)
+    return BlockGeometry((nbytes,), fingerprint(layers, about), element_size(layers, kv_caches))
+
+
+def layers_nbytes(group: CacheGroup, layers: Sequence[LayerLayout]) -> int:
+    """Return the bytes of a chunk in some layers."""
+    return group.chunk_blocks * sum(layer.block_bytes for layer in layers)
+
+
 def element_size(layers: list[LayerLayout], kv_caches: Mapping[str, Any]) -> int:
     """Return the size of an element of the layers' KV caches in bytes; of several, what divides all."""
     return gcd(*(tensor.element_size() for layer in layers for tensor in tensors_of(kv_caches[layer.name])))
@@ -685,16 +698,10 @@ class HostMemory:
         self.layouts = group_layouts(group, kv_caches, num_blocks)
         #: By layer, each contiguous range of a block: the storage, its start in block 0, block stride and length.
         self._ranges = [list(_ranges(layout, kv_caches[layout.name])) for layout in self.layouts]
-        blocks = group.chunk_blocks
-        sizes = tuple(nbytes for ranges in self._ranges for _ in range(blocks) for *_, nbytes in ranges)
-        self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about), element_size(self.layouts, kv_caches))
-
-    def slice_count(self, layers: int) -> int:
-        """Return the number of a chunk's slices in the first ``layers`` layers."""
-        return self.group.chunk_blocks * sum(len(ranges) for ranges in self._ranges[:layers])
+        self.geometry = geometry_of(group, self.layouts, kv_caches, about)
 
     def buffers(self, block_ids: Sequence[int], layers: range) -> list[memoryview]:
-        """Return the memory of a chunk's slices, for consecutive layers: in each layer, block by block.
+        """Return the memory of a chunk's bytes in consecutive layers: in each layer, block by block.
 
         Args:
             block_ids: The chunk's blocks; a `NO_BLOCK` gets memory of its own, which nobody reads.
@@ -749,12 +756,7 @@ class DeviceMemory:
             [_rows(tensor, part) for tensor, part in zip(tensors_of(kv_caches[layout.name]), layout.parts, strict=True)]
             for layout in self.layouts
         ]
-        # Unlike in host memory, each layer of a chunk is copied as one contiguous range.
-        self.geometry = BlockGeometry(
-            tuple(layout.block_bytes * group.chunk_blocks for layout in self.layouts),
-            fingerprint(self.layouts, {**about, "staged": True}),
-            element_size(self.layouts, kv_caches),
-        )
+        self.geometry = geometry_of(group, self.layouts, kv_caches, {**about, "staged": True})
 
     def staging(self, blocks: int) -> list[Tensor]:
         """Return page-locked host memory for blocks: per layer, uint8 of shape ``(blocks, block_bytes)``."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ucm.compat import optional, transfer_params
@@ -155,10 +154,9 @@ class WeightsReport:
 
 
 def geometry_record(places: Sequence[int], geometry: BlockGeometry) -> dict[str, Any]:
-    """Return a rank's record of its parts of the blocks in one group, short enough for any number of layers."""
-    runs = [[size, len(list(run))] for size, run in groupby(geometry.slice_sizes)]
+    """Return a rank's record of its parts of the blocks in one group."""
     about = {"fingerprint": geometry.fingerprint.hex(), "element": geometry.element_size}
-    return {"places": list(places), **about, "sizes": runs}
+    return {"places": list(places), **about, "sizes": geometry.slice_sizes}
 
 
 def geometries_of(
@@ -181,8 +179,7 @@ def geometries_of(
         by_place: dict[int, BlockGeometry] = {}
         for rank, record in records.items():
             said = record["groups"][str(group)]
-            sizes = tuple(size for size, times in said["sizes"] for _ in range(times))
-            geometry = BlockGeometry(sizes, bytes.fromhex(said["fingerprint"]), said["element"])
+            geometry = BlockGeometry(tuple(said["sizes"]), bytes.fromhex(said["fingerprint"]), said["element"])
             for place in said["places"]:
                 if by_place.setdefault(place, geometry) != geometry:
                     raise ValueError(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.background import enter_background
 from ucm.clock import SYSTEM
-from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
+from ucm.integration.vllm.connector.kv_cache import NO_BLOCK, layers_nbytes
 from ucm.logger import get_logger
 from ucm.store.base import (
     BlockTransfer,
@@ -32,7 +32,7 @@ from ucm.store.base import (
 from ucm.store.config import StoreConfig
 from ucm.store.format import gather
 from ucm.store.health import Pool
-from ucm.store.memory.slab import private_memory
+from ucm.store.memory.slab import KEEP_SECONDS, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,9 +48,6 @@ WRITE_BYTES = 8 << 20
 #: Rows are cut from allocations of about this many bytes, or of the whole limit if that is less, and of no more rows
 #: than this: cutting takes time per row, which tiny blocks would need in one step.
 EXTENT_BYTES, EXTENT_ROWS = 8 << 20, 256
-#: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
-#: of a page costs ten times as much as copying it.
-KEEP_SECONDS = 60.0
 #: How long `GroupTransfer.close` waits for its thread, in seconds.
 CLOSE_SECONDS = 5.0
 #: Called when work has ended: with the device's error, or with None.
@@ -229,7 +226,7 @@ class SaveTask(Task):
 class GroupTransfer(ABC):
     """Moves chunks of one KV-cache group; a call starts a task.
 
-    For the store, a chunk is one block with more layer slices.
+    For the store, a chunk is one block of one layer slice.
 
     A save copies its chunks into rows of host memory, which the store then writes. So a step that will overwrite the
     blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A chunk for which no
@@ -345,13 +342,12 @@ class HostTransfer(GroupTransfer):
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
         """Load some layers of chunks into the KV cache."""
-        memory = self._memory
-        blocks_of, first_slice = memory.group.blocks_of, memory.slice_count(layers.start)
+        memory, blocks_of = self._memory, self._memory.group.blocks_of
         blocks = [
-            BlockTransfer(key, memory.buffers(blocks_of(moves.block_ids, place), layers), first_slice, depth)
+            BlockTransfer(key, memory.buffers(blocks_of(moves.block_ids, place), layers), depth=depth)
             for place, (key, depth) in enumerate(zip(moves.keys, moves.depths, strict=True))
         ]
-        places = _places(moves, share, blocks, memory.geometry)
+        places = _places(moves, share, memory, layers)
         return self._slab.load(blocks, places, moves.tiers) if places else self.store.load(blocks)
 
     def _copy(self, task: SaveTask) -> None:
@@ -360,9 +356,9 @@ class HostTransfer(GroupTransfer):
             gather(memory.buffers(memory.group.blocks_of(task.moves.block_ids, place), layers), row)
 
 
-def _places(moves: BlockMoves, share: int, blocks: Sequence[BlockTransfer], geometry: BlockGeometry) -> list[int]:
+def _places(moves: BlockMoves, share: int, memory: HostMemory | DeviceMemory, layers: range) -> list[int]:
     """Return where in the slab the layers of this rank's part of each staged chunk begin; nothing if none is staged."""
-    skipped = sum(geometry.slice_sizes[: blocks[0].first_slice]) if blocks else 0
+    skipped = layers_nbytes(memory.group, memory.layouts[: layers.start])
     return [place + share + skipped for place in moves.places]
 
 
@@ -447,10 +443,10 @@ class StagedTransfer(GroupTransfer):
                 staging, part = lane.staging[number % len(lane.staging)], slice(first, first + size)
                 arrays = [self._memory.chunks(staging[layer]) for layer in layers]
                 blocks = [
-                    BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depth)
+                    BlockTransfer(key, [memoryview(array[row]) for array in arrays], depth=depth)
                     for row, (key, depth) in enumerate(zip(moves.keys[part], moves.depths[part], strict=True))
                 ]
-                places = _places(moves, share, blocks, self._memory.geometry)[part]
+                places = _places(moves, share, self._memory, layers)[part]
                 started = self._slab.load(blocks, places, moves.tiers[part]) if places else self.store.load(blocks)
                 reading.append((staging, part, started))
             while reading:

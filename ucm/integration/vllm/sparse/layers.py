@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
@@ -380,7 +381,8 @@ class RawBlocks:
         group = CacheGroup(0, block_size, None, {}, tuple(kv_caches))
         self._memory = DeviceMemory(group, kv_caches, None, {})
         self.layer_names = tuple(layout.name for layout in self._memory.layouts)
-        self.geometry = self._memory.geometry
+        sizes = tuple(layout.block_bytes for layout in self._memory.layouts)
+        self.geometry = replace(self._memory.geometry, slice_sizes=sizes)
 
     def host_rows(self, layer: int, blocks: int) -> Tensor:
         """See `BlockCopies.host_rows`."""

@@ -23,8 +23,10 @@ from ucm.integration.vllm.connector.kv_cache import (
     fingerprint,
     group_layouts,
     layer_layout,
+    layers_nbytes,
 )
 from ucm.store.base import BlockGeometry
+from ucm.store.format import nbytes_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -299,15 +301,14 @@ def test_buffers_are_the_memory_of_the_blocks(name: str) -> None:
     memory = HostMemory(group("a", "b", "c"), dict(zip("abc", views, strict=True)), BLOCKS, {})
     for block in range(BLOCKS):
         every = memory.buffers([block], range(3))
-        assert tuple(buffer.nbytes for buffer in every) == memory.geometry.slice_sizes
+        assert memory.geometry.slice_sizes == (nbytes_of(every),)
         for layer, view in enumerate(views):
             mine = memory.buffers([block], range(layer, layer + 1))
-            begin = memory.slice_count(layer)
-            assert mine == every[begin : begin + len(mine)]
+            assert mine == every[layer * len(mine) : (layer + 1) * len(mine)]
+            assert layers_nbytes(memory.group, memory.layouts[: layer + 1]) == (layer + 1) * nbytes_of(mine)
             for buffer in mine:
                 buffer[:] = bytes([layer + 1]) * buffer.nbytes
             assert set(np.unique(view.view()[block].view(np.uint8))) == {layer + 1}
-    assert memory.slice_count(3) == len(memory.geometry.slice_sizes)
     assert memory.geometry.element_size == views[0].element_size()
 
 

@@ -16,6 +16,7 @@ from ucm.integration.vllm.connector.transfer import EXTENT_BYTES, GroupTransfer,
 from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError, Task, TransferTask
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.memory.slab import KEEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,9 +132,9 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
 
 def until_nothing_is_held(clock: SimulatedClock, saver: Saver) -> None:
     """Let as much time pass as unused memory is kept at most."""
-    clock.advance(transfer.KEEP_SECONDS - 0.001)
+    clock.advance(KEEP_SECONDS - 0.001)
     assert saver.room.held_bytes
-    clock.advance(transfer.KEEP_SECONDS + 0.001)
+    clock.advance(KEEP_SECONDS + 0.001)
     assert saver.room.held_bytes == 0
     assert "ucm-free" not in clock.alive
 
@@ -162,7 +163,7 @@ def test_saves_are_looked_at_in_their_order(
 
     monkeypatch.setattr(SaveTask, "check", noted)
     tasks = [save(saver)[0] for _ in range(40)]
-    clock.advance(transfer.KEEP_SECONDS + 0.001)
+    clock.advance(KEEP_SECONDS + 0.001)
     assert looked == tasks
 
 
@@ -229,7 +230,7 @@ def test_closing_waits_for_the_thread_because_the_store_is_closed_next(
 
     monkeypatch.setattr(TransferTask, "check", check)
     tasks = [save(saver) for _ in range(3)]
-    clock.advance(transfer.KEEP_SECONDS)
+    clock.advance(KEEP_SECONDS)
     begun = clock.monotonic()
     saver.close()
     assert clock.monotonic() - begun == (takes if answers else transfer.CLOSE_SECONDS)
@@ -249,7 +250,7 @@ def test_a_store_that_does_not_answer_keeps_no_thread_waiting_for_another(
 
     monkeypatch.setattr(TransferTask, "check", check)
     task, _ = save(saver)
-    clock.advance(transfer.KEEP_SECONDS)
+    clock.advance(KEEP_SECONDS)
     monkeypatch.setattr(TransferTask, "check", real)
     begun = clock.monotonic()
     assert not task.check(), "another thread asks the store"

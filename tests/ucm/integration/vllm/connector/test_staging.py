@@ -435,13 +435,12 @@ def test_lookups_that_share_blocks_and_end_early_leave_no_block_behind(seed: int
 
 
 def test_geometries_travel_as_records() -> None:
-    one, two = BlockGeometry((16,) * 100 + (8, 16), b"a" * 16), BlockGeometry((4,), b"b" * 16)
+    one, two = BlockGeometry((1624,), b"a" * 16, 2), BlockGeometry((4,), b"b" * 16)
     records = {
         0: {"groups": {"0": geometry_record([0], one), "1": geometry_record([0], two)}},
         1: {"groups": {"0": geometry_record([1], two), "1": geometry_record([0], two)}},
     }
     assert geometries_of(records, {0: 2, 1: 1}) == {0: [one, two], 1: [two]}
-    assert len(str(records[0])) < 300
     with pytest.raises(ValueError, match="rank 2 lays out KV-cache group 0 differently"):
         geometries_of({**records, 2: {"groups": {"0": geometry_record([0], two)}}}, {0: 2})
     with pytest.raises(ValueError, match="which has 3"):
