@@ -265,7 +265,7 @@ class GroupTransfer(ABC):
         self._closed = clock.event()
 
     def load(self, moves: BlockMoves, layers: range, share: int) -> Task:
-        """Load some layers of chunks into the KV cache, from the slab if they are staged, else from the store.
+        """Load some layers of chunks into the KV cache from the slab if they are staged, else all from the store.
 
         ``share`` is where this rank's part of a staged chunk begins, behind the chunk's place.
         """

@@ -11,10 +11,10 @@ import pytest
 from tests.ucm.integration.vllm.connector.tensors import tensor
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves
-from ucm.store.base import BlockKey, Task
+from ucm.store.base import BlockKey, BlockTransfer, Task
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.memory.slab import SlabReader
+from ucm.store.memory.slab import PAGE, Slab, SlabReader
 from ucm.testing.blocks import files
 
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.clock import SimulatedClock
     from tests.ucm.integration.vllm.connector.tensors import Tensor
-    from ucm.store.base import BlockTransfer, KVStore, TaskResult
+    from ucm.store.base import KVStore, TaskResult
 
 pytest_plugins = ("tests.simulated",)
 
@@ -114,11 +114,11 @@ class Setup:
         self.device = Failing(group, all_as_torch(self.caches), BLOCKS, {})
         config = StoreConfig(directories=(str(directory),))
         self.store = Watched(open_store(config, "model/rank0", self.device.geometry, clock=clock), clock)
-        block = self.device.geometry.nbytes
+        block, self.reader = self.device.geometry.nbytes, SlabReader(clock=clock)
         self.transfer = StagedTransfer(
             self.device,
             self.store,  # type: ignore[arg-type] # as much of a store as is used
-            SlabReader(clock=clock),
+            self.reader,
             4 * block,
             save_queue_bytes=room * block,
             clock=clock,
@@ -144,8 +144,8 @@ class Setup:
             if f"{path.parent.name}{path.name}" in {key.hex() for key in keys}:
                 path.unlink()
 
-    def load(self, keys: Sequence[BlockKey], blocks: Sequence[int], layers: range = ALL) -> TaskResult:
-        return self.transfer.load(moves(keys, blocks), layers, 0).wait()
+    def load(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> TaskResult:
+        return self.transfer.load(moves(keys, blocks), ALL, 0).wait()
 
     def wipe(self) -> None:
         for cache in self.caches.values():
@@ -174,13 +174,23 @@ def test_what_was_saved_is_loaded_into_other_blocks(setup: Setup, count: int) ->
         assert setup.content(block) == (were[target.index(block)] if block in target else empty[block])
 
 
-def test_layers_are_loaded_apart(setup: Setup) -> None:
-    were = setup.contents()
-    task = setup.start_save(KEYS[:5], range(5))
-    assert set(task.wait().done) == set(KEYS[:5])
+def test_staged_layers_are_loaded_apart(setup: Setup) -> None:
+    were, nbytes = setup.contents(), setup.transfer.chunk_bytes
+    assert set(setup.save(KEYS[:5], range(5)).done) == set(KEYS[:5])
+    slab = Slab(5 * PAGE, 1, clock=setup.clock)
+    slab.lay_out(nbytes)
+    loads = moves(KEYS[:5], range(5))
+    for key in loads.keys:
+        claimed = slab.claim(0, key)
+        assert claimed is not None
+        setup.store.load([BlockTransfer(key, [slab.memory(claimed[0], 0, nbytes)])]).wait()
+        slab.filled(claimed[0], "posix")
+        loads.places.append(slab.offset(claimed[0]))
+        loads.tiers.append("posix")
+    assert setup.reader.attach(slab.address, 0, {})
     setup.wipe()
     empty = setup.contents()
-    setup.load(KEYS[:5], range(5), range(1, 3))
+    assert set(setup.transfer.load(loads, range(1, 3), 0).wait().done) == set(KEYS[:5])
     for block in range(5):
         assert setup.content(block) == [empty[block][0], *were[block][1:]]
 
