@@ -81,6 +81,11 @@ class Bare:
             at += self._socket.recv_into(into[at:])
         self._expect(b"\r\n")
 
+    def drop(self, key: BlockKey) -> None:
+        """Delete a value that is there."""
+        self._socket.sendall(b"*2\r\n$3\r\nDEL\r\n$64\r\n%s\r\n" % key.hex().encode())
+        self._expect(b":1\r\n")
+
     def close(self) -> None:
         """End the connection."""
         self._socket.close()

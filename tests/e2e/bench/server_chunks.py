@@ -7,6 +7,7 @@ bytes, in turns.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,9 +20,10 @@ import numpy as np
 import obstore
 
 from tests.e2e.bench.figure import Figure
-from tests.e2e.bench.redis_values import Bare, Side
+from tests.e2e.bench.redis_values import Bare
 from tests.e2e.bench.store_figures import LayeredWorkload, SideFigures, measured
 from tests.ucm.store.servers import RedisServer, S3Server
+from ucm.store.base import BlockKey
 from ucm.store.bench import for_bench
 from ucm.store.config import StoreConfig
 from ucm.store.remote.tiers import S3Options
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
-    from ucm.store.base import BlockKey
 
 #: Turns of two rounds each; blocks of 16 tokens, their bytes, and how many are a chunk of 256 tokens.
 TURNS, BLOCKS, NBYTES, CHUNK = 4, 512, (1 << 20) // 8, 16
@@ -59,6 +60,10 @@ class BareS3:
         """One GET."""
         into[:] = obstore.get(self._store, f"bare/{key.hex()}").bytes()
 
+    def drop(self, key: BlockKey) -> None:
+        """One DELETE."""
+        obstore.delete(self._store, f"bare/{key.hex()}")
+
 
 def figures(turns: int = TURNS) -> Iterator[Figure]:
     """Time of chunks for that of a bare client, and of blocks alone."""
@@ -67,7 +72,10 @@ def figures(turns: int = TURNS) -> Iterator[Figure]:
         stack.callback(redis.kill)
         config = _alone("Redis", {"address": redis.address})
         clients = [Bare(redis.port) for _ in range(max(config.save_threads, config.load_threads))]
-        bare = {_SAVE: clients[: config.save_threads], _LOAD: clients[: config.load_threads]}
+        bare: Mapping[str, Sequence[Bare]] = {
+            _SAVE: clients[: config.save_threads],
+            _LOAD: clients[: config.load_threads],
+        }
         yield from _figures(config, bare, turns)
         s3 = S3Server(Path(directory, "s3"), volume_mb=1024)
         stack.callback(s3.kill)
@@ -80,7 +88,7 @@ def _alone(name: str, options: dict[str, Any]) -> StoreConfig:
     return for_bench(StoreConfig(pipeline=name, tiers={name: {**options, "timeout": _LONG, "transfer_timeout": _LONG}}))
 
 
-def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Side]], turns: int) -> Iterator[Figure]:
+def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Bare | BareS3]], turns: int) -> Iterator[Figure]:
     alone = LayeredWorkload(BLOCKS, NBYTES, 2)
     chunks = replace(alone, blocks=BLOCKS // CHUNK, block_nbytes=NBYTES * CHUNK)
     works = {ALONE: alone, CHUNKS: chunks}
@@ -101,27 +109,32 @@ def _figures(config: StoreConfig, clients: Mapping[str, Sequence[Side]], turns: 
             yield Figure(name, 1 / ratio, "", 1 / least, rates)
 
 
-def _measure_bare(found: SideFigures, clients: Mapping[str, Sequence[Side]]) -> None:
-    """Move all values once in each direction, each client in a thread of its own."""
+def _measure_bare(found: SideFigures, clients: Mapping[str, Sequence[Bare | BareS3]]) -> None:
+    """Move all values once in each direction, each client in a thread of its own.
+
+    Like the store's, they have new names, and are deleted: to replace a value takes a server less time.
+    """
     work = found.workload
-    size = work.geometry.nbytes
+    size, keys = work.geometry.nbytes, [BlockKey(os.urandom(32)) for _ in range(work.blocks)]
     source = memoryview(np.random.default_rng(0).bytes(work.nbytes))
     target = memoryview(bytearray(work.nbytes))
     for operation, memory in ((_SAVE, source), (_LOAD, target)):
         sides = clients[operation]
         values = [memory[at : at + size] for at in range(0, work.nbytes, size)]
-        shares = [(work.keys[first :: len(sides)], values[first :: len(sides)]) for first in range(len(sides))]
+        shares = [(keys[first :: len(sides)], values[first :: len(sides)]) for first in range(len(sides))]
         with ThreadPoolExecutor(len(sides)) as pool:
             found.add(f"{BARE} {operation}", partial(_all, pool, sides, operation, shares))
     if source != target:
         raise RuntimeError("a bare client has received other bytes than it sent")
+    for key in keys:
+        clients[_SAVE][0].drop(key)
 
 
-def _move(side: Side, operation: str, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> None:
+def _move(side: Bare | BareS3, operation: str, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> None:
     for key, value in zip(keys, values, strict=True):
         (side.save if operation == _SAVE else side.load)(key, value)
 
 
-def _all(pool: Executor, sides: Sequence[Side], operation: str, shares: Sequence[tuple[Any, Any]]) -> None:
+def _all(pool: Executor, sides: Sequence[Bare | BareS3], operation: str, shares: Sequence[tuple[Any, Any]]) -> None:
     for _ in pool.map(_move, sides, [operation] * len(sides), *zip(*shares, strict=True)):
         pass

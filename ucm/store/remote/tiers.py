@@ -444,6 +444,7 @@ class RedisTier(RemoteTier):
 
     Options: ClassVar[type[TierOptions]] = RedisOptions
     rests_by_itself = True
+    batch_nbytes = 4 << 20  # a server keeps its answers in new memory until they are received
     kind = "redis"
     package = "redis-py 8"
     module = "ucm.store.remote.redis_client"
