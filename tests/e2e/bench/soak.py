@@ -31,6 +31,7 @@ from tests.e2e.prefix_engine import connector
 from tests.e2e.real.chat import ANSWER, SERVED, Server, serve_command
 from tests.ports import free_port
 from transforms.place import BUILD
+from ucm.store.memory.slab import KEEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ TOKENS = 8
 #: The share of requests that are abandoned after the first token.
 ABANDONED = 0.2
 #: Seconds after the last request after which memory that is kept for a while has been given back.
-IDLE = 150.0
+IDLE = 2 * KEEP_SECONDS + 30.0
 #: How much shared memory beyond the store's capacity an idle engine may hold; the store itself may be shared memory.
 GOAL = 1.0
 PIPELINES = ("Posix", "Dram", "Cache|Posix")
