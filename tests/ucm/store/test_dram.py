@@ -442,6 +442,34 @@ def test_a_slot_of_a_block_that_failed_is_used_only_under_the_lock(
         assert bytes(tier.tier.read_file(block, 0.0))[-EVEN.nbytes :] == content(block, EVEN)
 
 
+def test_a_writer_looks_for_free_slots_only_after_others(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In segments of 20 blocks, of which one thread writes one after the other and another process deletes some."""
+    one, listed, free = Tier(replace(config, dram_capacity_bytes=64 * CAPACITY)), list[str](), Segment.free
+    one.save(KEYS[0])
+
+    def noted(self: Segment) -> list[int]:
+        listed.append(self.path)
+        return free(self)
+
+    def fail(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
+        raise MemoryError(f"{len(source)} pieces, {len(target)} bytes")
+
+    monkeypatch.setattr(Segment, "free", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(dram, "gather", fail)
+        for block in KEYS[1:10]:
+            with pytest.raises(MemoryError):
+                one.save(block)
+    for block in KEYS[1:20]:
+        one.save(block)
+    assert listed == []
+    assert delete_blocks(layout_of(config), KEYS[5:8]) == 3
+    for block in KEYS[20:23]:
+        one.save(block)
+    assert len(list(Path(directory_of(layout_of(config))).iterdir())) == 1
+    assert one.there(KEYS[:23]) == [*KEYS[:5], *KEYS[8:23]]
+
+
 def test_a_block_for_whose_copy_there_is_no_memory_stays(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> Buffer:
         raise StoreError(f"there is no memory for {nbytes} bytes")

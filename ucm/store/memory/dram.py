@@ -144,17 +144,18 @@ class DramTier(Tier):
             gather(pieces, filling.segment.slot(number)[:nbytes])
         except BaseException:
             with self._lock:
-                filling.done()  # the slot serves another block later
+                filling.done(number)
             raise
-        now = self.clock.time()
+        now, unused = self.clock.time(), number
         with self._lock:
             if self._place(key) is None:
+                unused = -1
                 self._remove(filling.segment, filling.segment.show(number, key))
                 filling.segment.renewed[number] = 0
                 # For a moment, until `renew` tells its depth.
                 filling.segment.use(used_until(now, self._config.touch_seconds, DEEPEST), now, self._leases)
                 self._index[key] = filling.segment, number
-            filling.done()
+            filling.done(unused)
 
     def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew the times of last use of the blocks' segments."""
@@ -539,7 +540,7 @@ class _Filling:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._free = segment.free()
+        self._free, self._version = segment.free(), segment.version
         self._writers = 0
         self._has_lock = True
 
@@ -549,19 +550,22 @@ class _Filling:
             if not self.segment.lock():
                 return None
             self._has_lock = True
-            self._free = self.segment.free()
+            if self.segment.version != self._version:  # others were here
+                self._free = self.segment.free()
         if not self._free or nbytes > self.segment.slot_nbytes:
             self._release()
             return None
         self._writers += 1
         return self._free.pop()
 
-    def done(self) -> None:
-        """Count a writer that does not write any more."""
+    def done(self, unused: int) -> None:
+        """Count a writer that does not write any more, and take back a slot that it has not used; -1: it has."""
+        if unused >= 0:
+            self._free.append(unused)
         self._writers -= 1
         self._release()
 
     def _release(self) -> None:
         if not self._writers:
-            self._has_lock = False
+            self._has_lock, self._version = False, self.segment.version
             self.segment.unlock()

@@ -215,7 +215,7 @@ class Segment:
         """
         gone: list[tuple[BlockKey, int]] = []
         new: list[tuple[BlockKey, int]] = []
-        seen = self._words[_CHANGES], self._words[_DELETIONS]
+        seen = self.version
         if seen != self._seen:  # it was read before the table, so that what changes from now on is told next time
             now = self._now.copy()
             for number in np.flatnonzero((now != self._told).any(axis=1)).tolist():
@@ -259,6 +259,11 @@ class Segment:
     def renew(self) -> None:
         """Read the token again."""
         self.token = self.map[_TOKEN_AT : _TOKEN_AT + 16]
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What changes whenever a block becomes visible or is deleted."""
+        return self._words[_CHANGES], self._words[_DELETIONS]
 
     def slot(self, number: int) -> Buffer:
         """Return the memory of a slot."""
@@ -304,7 +309,10 @@ class Segment:
         self.map[at + 1] = len(key)
         self.map[at] = _WHOLE
         old, self._keys[number] = self._keys[number], key
+        seen = self.version
         self._words[_CHANGES] += 1
+        if seen == self._seen:  # so that `news` need not look through the table for it
+            self._seen, self._told[number] = self.version, self._now[number]
         return [] if old is None else [(old, number)]
 
     def hide(self, number: int, key: BlockKey) -> bool:
