@@ -52,7 +52,7 @@ _SUBFOLDERS = ("whisper-large-v3",)
 _OTHER_MODELS = ("audio_model_id", "text_model_id")
 
 #: Must change whenever the facts, or their form, or that of the keys in the namespace change.
-FORMAT = "ucm.model-identity/5"
+FORMAT = "ucm.model-identity/6"
 
 _MODEL_SETTINGS = (
     *("dtype", "quantization", "quantization_config", "override_attention_dtype", "disable_sliding_window"),

@@ -61,7 +61,7 @@ class Guard:
             run: Called with each batch; if that would wait for stuck threads, by another thread, with the error.
         """
         for lane, some in self._by_lane(blocks).items():
-            nbytes = some[0].nbytes or 1
+            nbytes = self.tier.moved_nbytes(some[0]) or 1
             step = max(1, min(-(-len(some) // self._load_threads), self.tier.batch_nbytes // nbytes))
             parts = [some[at : at + step] for at in range(0, len(some), step)]
             self._loads[lane].submit([self._job(partial(run, part)) for part in parts])

@@ -268,6 +268,10 @@ class Tier(ABC):
         """The share of the tier's parts that rest, 0 to 1; used if ``rests_by_itself``."""
         return 0.0
 
+    def moved_nbytes(self, block: BlockTransfer) -> int:
+        """Return how many bytes a load of a block moves; see ``batch_nbytes``."""
+        return block.nbytes
+
     @abstractmethod
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         """Return whether each block exists, using one round trip for all."""
@@ -386,6 +390,10 @@ class ValueTier(Tier):
         Raises:
             StoreError: The block could not be deleted.
         """
+
+    def moved_nbytes(self, block: BlockTransfer) -> int:
+        """Return the bytes of a whole block: a part of it is loaded from the whole."""
+        return block.nbytes if self.codec is None else self.codec.file_nbytes
 
     def fetch_many(self, keys: Sequence[BlockKey], deadline: float) -> list[Buffer | StoreError]:
         """Return the values of blocks, or why one is not returned; by default one after the other."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucm.store.tier import Tier
 
 #: Called for every buffer, and several times as fast as an expression in Python.
-_CONTIGUOUS, _READONLY = map(attrgetter, ("c_contiguous", "readonly"))
+_NBYTES, _CONTIGUOUS, _READONLY = map(attrgetter, ("nbytes", "c_contiguous", "readonly"))
 #: How many times as many blocks of a prefix are looked up as before; see ``Tier.first_wave``.
 _GROWTH, _SLOW_GROWTH = 16, 4
 
@@ -40,8 +40,8 @@ def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
             f"block {block.key.hex()}: the memory of layer slices from {block.first_slice} on has {block.nbytes} "
             f"bytes, and none of its {len(codec.geometry.slice_sizes)} layer slices ends there"
         )
-    if not all(map(_CONTIGUOUS, block.slices)):
-        raise ValueError(f"block {block.key.hex()}: the memory of a layer slice is not contiguous")
+    if not all(map(_CONTIGUOUS, block.slices)) or not all(map(_NBYTES, block.slices)):
+        raise ValueError(f"block {block.key.hex()}: the memory of a layer slice is not contiguous, or empty")
     return block.nbytes
 
 

@@ -265,6 +265,8 @@ class StoreConformance:
             BlockTransfer(KEYS[0], [memoryview(b"")], 1),
             BlockTransfer(KEYS[0], [*good, good[0]]),
             BlockTransfer(KEYS[0], [memoryview(bytearray(geometry.nbytes - 1))]),
+            BlockTransfer(KEYS[0], [*good, memoryview(b"")]),
+            BlockTransfer(KEYS[0], [*good, np.empty((0, 4), np.float16).data]),
             BlockTransfer(KEYS[0], [memoryview(bytearray(geometry.nbytes))], 1),
             BlockTransfer(BlockKey(b"short"), good),
             BlockTransfer(BlockKey(bytes(65)), good),

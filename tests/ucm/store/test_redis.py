@@ -51,12 +51,12 @@ from ucm.store.remote.tiers import RedisOptions, RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from tests.clock import SimulatedClock
     from ucm.doctor.findings import Finding
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.base import BlockKey, KVStore, StoreError
 
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: The permissions that the tier's account needs.
@@ -199,6 +199,25 @@ def test_parts_of_blocks(store: KVStore) -> None:
     begin, end = sum(EVEN.slice_sizes[:2]), sum(EVEN.slice_sizes[:5])
     for memory in memories:
         assert memory.data[begin:end] == ALL[memory.key][begin:end]
+
+
+def test_parts_of_blocks_are_asked_for_as_many_bytes_at_once_as_whole_ones(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server sends the whole value, and each request has one deadline for all of its values."""
+    asked, whole = list[int](), Servers.fetch
+
+    def noted(
+        self: Servers, names: Sequence[str], nbytes: int | None, deadline: float
+    ) -> list[memoryview | StoreError]:
+        asked.append(len(names))
+        return whole(self, names, nbytes, deadline)
+
+    monkeypatch.setattr(Servers, "fetch", noted)
+    monkeypatch.setattr(RedisTier, "batch_nbytes", EVEN.nbytes + 4096)
+    result = store.load([Memory(block, EVEN).transfer(2, 1) for block in KEYS]).wait()
+    assert result.failed == {}
+    assert asked == [1] * len(KEYS)
 
 
 # Wrong values.

@@ -205,10 +205,8 @@ class RemoteTier(ValueTier):
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Load the blocks' values, each directly into its memory, unless it is compressed or a part of it is wanted."""
-        if any(block.nbytes < known_codec(self.codec).geometry.nbytes for block in blocks):
-            # One at a time, because the values are received as a whole.
-            return [outcome for block in blocks for outcome in super(RemoteTier, self).read_many([block], deadline)]
-        if self._compresses:
+        whole = known_codec(self.codec).geometry.nbytes
+        if self._compresses or any(block.nbytes < whole for block in blocks):
             return super().read_many(blocks, deadline)
         refusals = self._receive(blocks, deadline)  # but another engine may compress
         others = [block for block, one in zip(blocks, refusals, strict=True) if isinstance(one, OtherFormError)]
