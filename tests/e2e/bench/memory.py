@@ -1,8 +1,9 @@
 """Host memory that the connector adds to an engine's processes, compared with the same engine without it.
 
-The measure is the proportional set size of all of an engine's processes: shared memory counts once, and pages
-of cached files do not count. Each engine runs alone, in the same environment, with the same prompts: a few long ones,
-and then thousands of short ones on a tiny model, to see whether memory grows with every request.
+The measure is the proportional set size of all of an engine's processes: shared memory counts once. Mapped files do not
+count: a page of a library counts less, the more processes of the whole machine map it. Each engine runs alone, in the
+same environment, with the same prompts: a few long ones, and then thousands of short ones on a tiny model, to see
+whether memory grows with every request.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 
 #: Tokens of a prompt, and how many prompts are saved.
 LENGTH, PROMPTS = 4_096, 6
-MOST_MEGABYTES = 100.0
+MOST_MEGABYTES = 64.0
 #: Seconds within which running saves end, and after which an idle engine has given back what it keeps for a while.
 SAVING, IDLE = 3.0, 2 * KEEP_SECONDS + 40.0
 #: Makes the C library return large freed pieces, of which it otherwise retains a varying hundred megabytes.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-_SIZE = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
+_SIZE = re.compile(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 #: Short prompts: how many, of how many tokens, how many of them are new, and after how many memory is measured. A
 #: prompt that is not new is one of a few before, which the engine's own cache holds no more.
 REQUESTS, TOKENS, NEW, EVERY = 2_000, 96, 0.5, 250
@@ -147,7 +148,7 @@ def _place(scratch: Path, nbytes: int) -> Place:
 
 
 def resident(group: int) -> int:
-    """Return the proportional set size of a process group, in bytes."""
+    """Return the proportional set size of a process group without mapped files, in bytes."""
     kilobytes = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

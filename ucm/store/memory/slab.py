@@ -55,7 +55,7 @@ _REPORT_AT = RECORD_BYTES - PAGE
 #: The default limit: host memory divided by ``_SHARE``, at most ``_MOST_BYTES``.
 _SHARE, _MOST_BYTES = 8, 16 << 30
 #: Of the limit, the largest part that is touched at the start; and the bytes that are kept while no block needs them.
-_TOUCHED_SHARE, _KEPT_BYTES = 8, 48 << 20
+_TOUCHED_SHARE, _KEPT_BYTES = 8, 40 << 20
 #: Memory that was not needed for this many seconds, at most twice as many, is given back to the system. The first use
 #: of a page costs up to ten times as much as copying it, which a pause between requests should not.
 KEEP_SECONDS = 300.0
