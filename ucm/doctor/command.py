@@ -247,7 +247,7 @@ def add_parser(commands: Any) -> None:
         epilog="Exit code: 0 no error (there may be warnings), 1 an error was found, 2 wrong usage.",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object; `pydoc ucm.doctor` describes its keys"
+        "--json", action="store_true", help="print one JSON object; `python -m pydoc ucm.doctor` describes its keys"
     )
     parser.add_argument(
         "--run",

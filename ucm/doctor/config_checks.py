@@ -78,11 +78,11 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
 
 
 def _check_memory(config: ConnectorConfig) -> list[Finding]:
-    """Check that the Dram tier's directory is in memory; nothing if there is none yet."""
+    """Check that the Dram tier's directory is in memory, or will be."""
     from ucm.store.config import DRAM  # noqa: PLC0415 - it needs packages that the other checks do without
 
     root = config.store.dram_directory
-    if not config.store.parts & DRAM or not Path(root).is_dir():
+    if not config.store.parts & DRAM:
         return []
     from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - few configurations need it, and what it needs
 

@@ -185,7 +185,7 @@ def add_parser(commands: Any) -> None:
         help=f"the longest prompt; give fewer on a slow device (default: {TOKENS})",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object; `pydoc ucm.prove` describes its keys"
+        "--json", action="store_true", help="print one JSON object; `python -m pydoc ucm.prove` describes its keys"
     )
     parser.set_defaults(handle=handle)
 

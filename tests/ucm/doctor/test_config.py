@@ -244,10 +244,11 @@ def test_what_rerope_wants_is_said(complete: Site, tmp_path: Path) -> None:
 def test_a_memory_tier_on_a_disk_is_refused(tmp_path: Path, memory: str) -> None:  # noqa: F811
     file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{memory}', dram_capacity: 64MiB}}\n")
     assert [found.check for found in check_config(file)] == ["configuration"]
-    (tmp_path / "disk").mkdir(mode=0o700)
     file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{tmp_path}/disk'}}\n")
-    found = check_config(file)[1]
-    assert (found.status, "is not in a tmpfs" in found.what) == (Status.ERROR, True)
+    for _ in range(2):  # as it will be, and as it is
+        found = check_config(file)[1]
+        assert (found.status, "is not in a tmpfs" in found.what) == (Status.ERROR, True)
+        (tmp_path / "disk").mkdir(mode=0o700, exist_ok=True)
 
 
 def test_what_the_authentication_key_is_worth_is_said(tmp_path: Path) -> None:

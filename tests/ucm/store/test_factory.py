@@ -239,6 +239,7 @@ def test_the_dram_tier_is_in_memory_and_our_own(memory: str, tmp_path: Path) -> 
     for words, wrong in refused.items():
         with pytest.raises(ConfigError, match=words):
             open_store(wrong, "n", EVEN)
+    assert not (tmp_path / "disk").exists()
     Path(memory).chmod(0o755)
     with pytest.raises(ConfigError, match="this user's own, with mode 700"):
         open_store(config, "n", EVEN)

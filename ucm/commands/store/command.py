@@ -43,7 +43,9 @@ def _add(commands: Any, name: str, what: str, module: str = "") -> argparse.Argu
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_EXIT_CODES
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object; `pydoc ucm.commands.store` describes its keys"
+        "--json",
+        action="store_true",
+        help="print one JSON object; `python -m pydoc ucm.commands.store` describes its keys",
     )
     parser.set_defaults(handle=partial(_handle, module or name))
     return parser

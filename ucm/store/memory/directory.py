@@ -34,6 +34,13 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
     path = config.dram_directory
     where = f"store: dram_directory: {path}"
     parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - a link in its place is refused below
+    elsewhere = ConfigError(
+        "the Dram tier's directory is not in a tmpfs",
+        where=where,
+        fix="name one below /dev/shm, or use the Posix tier for a disk",
+    )
+    if not os.path.lexists(path) and not in_memory(path):
+        raise elsewhere
     try:
         with suppress(NotADirectoryError):  # reported below with what is there instead
             make_directory(f"{os.path.realpath(parent)}/{name}")
@@ -56,11 +63,7 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
             fix=f"delete it, or `chmod {DIRECTORY_MODE:o}` it if it is yours; trusted_group shares it",
         )
     if not in_memory(path):
-        raise ConfigError(
-            "the Dram tier's directory is not in a tmpfs",
-            where=where,
-            fix="name one below /dev/shm, or use the Posix tier for a disk",
-        )
+        raise elsewhere
     size = system.f_blocks * system.f_frsize
     capacity = config.dram_capacity_bytes or int(size * config.dram_capacity_fraction)
     if capacity > size:
@@ -128,5 +131,11 @@ def _places(path: str) -> tuple[tuple[object, ...], set[tuple[object, ...]]]:
 
 
 def in_memory(path: str) -> bool:
-    """Return whether a directory is on a file system that keeps its files in memory; an unknown one is trusted."""
-    return file_system_of(os.path.realpath(path)) in {*_MEMORY_TYPES, ""}
+    """Return whether a directory is on a file system that keeps its files in memory, or would be if it were made.
+
+    An unknown file system is trusted.
+    """
+    place = os.path.realpath(path)
+    while not os.path.exists(place):  # noqa: PTH110 - as everywhere here
+        place = os.path.dirname(place)  # noqa: PTH120 - likewise
+    return file_system_of(place) in {*_MEMORY_TYPES, ""}
