@@ -34,13 +34,12 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
     path = config.dram_directory
     where = f"store: dram_directory: {path}"
     parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - a link in its place is refused below
-    elsewhere = ConfigError(
-        "the Dram tier's directory is not in a tmpfs",
-        where=where,
-        fix="name one below /dev/shm, or use the Posix tier for a disk",
-    )
-    if not os.path.lexists(path) and not in_memory(path):
-        raise elsewhere
+    if not in_memory(path):  # before it is made
+        raise ConfigError(
+            "the Dram tier's directory is not in a tmpfs",
+            where=where,
+            fix="name one below /dev/shm, or use the Posix tier for a disk",
+        )
     try:
         with suppress(NotADirectoryError):  # reported below with what is there instead
             make_directory(f"{os.path.realpath(parent)}/{name}")
@@ -62,8 +61,6 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
             where=where,
             fix=f"delete it, or `chmod {DIRECTORY_MODE:o}` it if it is yours; trusted_group shares it",
         )
-    if not in_memory(path):
-        raise elsewhere
     size = system.f_blocks * system.f_frsize
     capacity = config.dram_capacity_bytes or int(size * config.dram_capacity_fraction)
     if capacity > size:

@@ -146,16 +146,16 @@ class DramTier(Tier):
             with self._lock:
                 filling.done(number)
             raise
-        now, unused = self.clock.time(), number
+        now = self.clock.time()
         with self._lock:
-            if self._place(key) is None:
-                unused = -1
+            is_new = self._place(key) is None
+            if is_new:
                 self._remove(filling.segment, filling.segment.show(number, key))
                 filling.segment.renewed[number] = 0
                 # For a moment, until `renew` tells its depth.
                 filling.segment.use(used_until(now, self._config.touch_seconds, DEEPEST), now, self._leases)
                 self._index[key] = filling.segment, number
-            filling.done(unused)
+            filling.done(None if is_new else number)
 
     def renew(self, depths: Mapping[BlockKey, int], *, is_new: bool = False) -> None:
         """Renew the times of last use of the blocks' segments."""
@@ -558,9 +558,9 @@ class _Filling:
         self._writers += 1
         return self._free.pop()
 
-    def done(self, unused: int) -> None:
-        """Count a writer that does not write any more, and take back a slot that it has not used; -1: it has."""
-        if unused >= 0:
+    def done(self, unused: int | None) -> None:
+        """Count a writer that does not write any more, and take back its slot if it has not used it."""
+        if unused is not None:
             self._free.append(unused)
         self._writers -= 1
         self._release()

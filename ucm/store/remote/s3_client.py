@@ -141,9 +141,10 @@ class S3Client(Client):
             if isinstance(content, StoreError):
                 found.append(content)
                 continue
-            found.append(misfit(content.nbytes, nbytes))
-            if content.nbytes == nbytes:
+            refusal = misfit(content.nbytes, nbytes)
+            if refusal is None:
                 scatter(content, into)
+            found.append(refusal)
         return found
 
     def fetch(self, names: Sequence[str], nbytes: int | None, deadline: float) -> list[Buffer | StoreError]:
